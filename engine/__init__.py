@@ -1,0 +1,1 @@
+"""A declarative, config-driven training engine for PyTorch."""

@@ -1,0 +1,179 @@
+"""What the rooms of the house agree on: records that are passed around, and the slots of a step.
+
+Two kinds of feature take part in training (docs/architecture.md):
+
+* a *role* takes part in the arithmetic of a step. There is a closed set of slots, each with a neutral
+  element, so that the step contains no ``if feature:``;
+* a *watcher* sees a frozen `StepReport` after the step and cannot alter the result.
+
+Everything that must survive a restart is a `Stateful`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.plan import Plan
+
+
+class EngineError(Exception):
+    """The user's mistake or an impossible request, told in one clear message. The command line exits with 2."""
+
+
+class RunFailed(EngineError):
+    """Training cannot go on (a loss that is not finite, a dead peer). The command line exits with 1."""
+
+
+# --- records -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did. Handed to watchers on every rank, after the step.
+
+    ``loss`` is the mean over micro-batches and data-parallel ranks, unscaled. ``grad_norm`` is the global L2 norm
+    before clipping, unscaled. ``samples`` and the token counters are totals of the whole run, over all ranks;
+    ``tokens_computed`` leaves out what a curriculum or token dropping saved. ``seconds`` are wall-clock, by phase.
+    """
+
+    step: int
+    applied: bool
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    loss_scale: float
+    samples: int
+    tokens_seen: int
+    tokens_computed: int
+    skipped_steps: int
+    bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    first_nonfinite: tuple[int, str] | None = None
+    """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a named tensor that lives on this rank.
+
+    ``tensor`` (local) holds the elements ``[offsets, offsets + sizes)`` of the global tensor ``name`` of shape
+    ``global_shape``. ``tensor.shape == sizes``. It may be a view: loading writes into it in place.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """The degrees under which a checkpoint was written."""
+
+    world_size: int
+    zero_stage: int
+    mesh: Mapping[str, int]
+    global_batch_size: int
+
+
+# --- state -------------------------------------------------------------------------------------------------
+
+OnLayoutChange = Literal["reshard", "same_layout_only", "drop"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part of the run that survives a restart as JSON. ``on_layout_change`` says what becomes of it elsewhere."""
+
+    name: str
+    on_layout_change: OnLayoutChange
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None: ...
+
+
+# --- watchers ----------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Sees the run, never alters it. Every method has a neutral body; override what you need.
+
+    A watcher that raises is reported once and then left out: monitoring never stops training.
+    """
+
+    def on_start(self, plan: Plan) -> None: ...
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_evaluation(self, report: StepReport | None, metrics: Mapping[str, float]) -> None: ...
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Scalars of the user's own: ``(name, value, global samples)``."""
+
+    def close(self) -> None: ...
+
+
+# --- roles: the slots of a step ----------------------------------------------------------------------------
+
+
+class Reduction(Protocol):
+    """Owns parameters, gradients and masters of the data-parallel axis: every ZeRO stage is one of these.
+
+    After `finish` the gradients behind `shards` are complete: summed over micro-batches, averaged over the
+    data-parallel ranks, still multiplied by the loss scale.
+    """
+
+    def begin_backward(self, last: bool) -> None:
+        """Called before each backward; ``last`` says that the step follows, so that reduction may overlap with it."""
+
+    def finish(self) -> None:
+        """Reduce whatever the backward passes of this window have not reduced yet."""
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """This rank's share (0-dim float64) of the squared gradient norm: the sum over all ranks is the global value."""
+
+    def scale_gradients(self, factor: float) -> None: ...
+
+    def publish(self) -> None:
+        """After the optimizer: make the parameters that the next forward reads equal to the masters."""
+
+    def zero_gradients(self) -> None: ...
+
+
+class Precision(Protocol):
+    """Loss scaling. Neutral element: scale 1, never changes."""
+
+    scale: float
+
+    def update(self, overflow: bool) -> None: ...
+
+
+class Clipping(Protocol):
+    """Neutral element: the coefficient is 1."""
+
+    def coefficient(self, norm: float) -> float: ...
+
+
+class Schedule(Protocol):
+    """The learning-rate schedule. Neutral element: nothing happens."""
+
+    def step(self) -> None: ...
+
+
+class Curriculum(Protocol):
+    """What the model sees of a batch. Neutral element: all of it."""
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
+
+class ForwardBackward(Protocol):
+    """One whole accumulation window: plain, or pipelined."""
+
+    def train(self, batches: Iterable[Any]) -> torch.Tensor: ...

@@ -1,0 +1,150 @@
+"""The Plan: what a config means for one world. Frozen, printable, free of torch.
+
+`engine.plan.plan` makes it; build.py and the roles read it and nothing else of the config's arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from engine.config import Config, Note
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Origin = Literal["user", "default", "auto", "derived"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that exist. ``device`` is a torch device type; ``device_count`` accelerators are seen per node."""
+
+    size: int = 1
+    local_size: int = 1
+    device: str = "cpu"
+    device_count: int = 0
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The mesh axes. Their product is the world size; ``dp`` = dp_replicate x dp_shard."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``global_batch_size == micro_batch_size * accumulation_steps * dp``, in samples."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    managed: bool = True
+    """False: every `engine.step()` is a boundary and gradients are summed, not averaged, over micro-batches."""
+
+
+@dataclass(frozen=True)
+class LossScalePlan:
+    """``static`` > 0 fixes the scale; else it is dynamic (DeepSpeed's rule, see engine/optim/loss_scaler.py)."""
+
+    static: float = 1.0
+    initial: float = 1.0
+    window_steps: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+
+    @property
+    def dynamic(self) -> bool:
+        return self.static == 0.0
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """``compute``: the dtype parameters and floating inputs have in forward. ``accumulate``: of the gradients between
+    micro-batches. ``reduce``: of the gradients on the wire. ``buffers``: None leaves buffers as they are."""
+
+    compute: Dtype = "fp32"
+    autocast: Dtype | None = None
+    autocast_safe_modules: tuple[str, ...] | None = None
+    accumulate: Dtype = "fp32"
+    reduce: Dtype = "fp32"
+    buffers: Dtype | None = None
+    loss_scale: LossScalePlan = field(default_factory=LossScalePlan)
+    check_overflow: bool = True
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """``reshard_after_forward``: stage 3 only; an int is the size of the secondary group (hpZ).
+
+    ``bucket_elements``: gradients are reduced in buckets of at most this many elements (stages 0 to 2).
+    ``group_elements``: consecutive blocks are gathered together until a group holds this many (stage 3).
+    ``predivide_factor``: gradients are divided by it before the reduction and by dp / factor after it.
+    """
+
+    stage: int = 0
+    bucket_elements: int = 0
+    group_elements: int = 0
+    reshard_after_forward: bool | int = False
+    predivide_factor: float = 1.0
+    reduce_op: Literal["mean", "sum"] = "mean"
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """``type`` is the canonical name (torch.optim's, ours, or a dotted path); ``params`` go to its constructor."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """``type``: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle or a torch.optim.lr_scheduler class."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One resolved value and why it has it. ``path`` is the JSON path, ``reason`` one plain sentence or ''."""
+
+    path: str
+    value: Any
+    origin: Origin
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything build.py needs. ``optimizer``/``schedule`` are None when the JSON has none (the client may bring one)."""
+
+    config: Config
+    world: World
+    degrees: Degrees
+    batch: BatchPlan
+    precision: PrecisionPlan
+    zero: ZeroPlan
+    gradient_clipping: float
+    optimizer: OptimizerPlan | None
+    schedule: SchedulePlan | None
+    seed: int
+    values: tuple[Resolved, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    def render(self) -> str:
+        """The plan as text for people, one value a line with its origin."""
+        from engine.plan.render import render_plan
+
+        return render_plan(self)
