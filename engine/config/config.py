@@ -1,7 +1,5 @@
 """`Config`: the whole file, typed and frozen. Attributes are the JSON keys; defaults are DeepSpeed's."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -80,11 +78,11 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: bool = Field(True, description="Offloading needs DeepSpeed's own CPU optimizer.")
 
     # precision
-    fp16: Fp16Section = Field(default_factory=Fp16Section, description="Half precision with loss scaling.")
-    bf16: Bf16Section = Field(default_factory=Bf16Section, description="bfloat16 compute.")
-    torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection, description="torch.autocast.")
-    amp: AmpSection = Field(default_factory=AmpSection, description="Apex AMP.")
-    data_types: DataTypesSection = Field(default_factory=DataTypesSection, description="Other dtypes.")
+    fp16: Fp16Section = Field(default_factory=Fp16Section.model_construct, description="Half precision with loss scaling.")
+    bf16: Bf16Section = Field(default_factory=Bf16Section.model_construct, description="bfloat16 compute.")
+    torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection.model_construct, description="torch.autocast.")
+    amp: AmpSection = Field(default_factory=AmpSection.model_construct, description="Apex AMP.")
+    data_types: DataTypesSection = Field(default_factory=DataTypesSection.model_construct, description="Other dtypes.")
 
     # communication
     communication_data_type: DtypeName | None = Field(None, description="Dtype of gradient reduction; null: see the plan.")
@@ -97,8 +95,8 @@ class Config(Section):
     graph_harvesting: bool = Field(False, description="CUDA graphs in DeepSpeed's bf16 optimizer; no effect here.")
 
     # sharding and parallelism
-    zero_optimization: ZeroSection = Field(default_factory=ZeroSection, description="ZeRO.")
-    aio: AioSection = Field(default_factory=AioSection, description="Disk access.")
+    zero_optimization: ZeroSection = Field(default_factory=ZeroSection.model_construct, description="ZeRO.")
+    aio: AioSection = Field(default_factory=AioSection.model_construct, description="Disk access.")
     activation_checkpointing: ActivationCheckpointingSection | None = Field(None, description="Recomputation.")
     pipeline: PipelineSection | None = Field(None, description="Pipeline parallelism.")
     tensor_parallel: TensorParallelSection | None = Field(None, description="Tensor parallelism.")
@@ -106,7 +104,7 @@ class Config(Section):
     data_parallel_size: int | None = Field(None, ge=1, description="Ranks that hold different samples.")
     expert_parallel: ExpertParallelSection | None = Field(None, description="Expert parallelism.")
     use_data_before_expert_parallelism: bool = Field(False, description="Rank order: data before experts.")
-    parallel: ParallelSection = Field(default_factory=ParallelSection, description="Placement of ranks, context parallelism.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection.model_construct, description="Placement of ranks, context parallelism.")
 
     # data and layers
     curriculum_learning: CurriculumLearningSection | None = Field(None, description="Curriculum by sequence length.")
@@ -118,21 +116,21 @@ class Config(Section):
     elasticity: ElasticitySection | None = Field(None, description="Batch sizes for changing world sizes.")
 
     # watching
-    tensorboard: TensorboardSection = Field(default_factory=TensorboardSection, description="TensorBoard.")
-    wandb: WandbSection = Field(default_factory=WandbSection, description="Weights & Biases.")
-    csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection, description="CSV files.")
-    comet: CometSection = Field(default_factory=CometSection, description="Comet.")
+    tensorboard: TensorboardSection = Field(default_factory=TensorboardSection.model_construct, description="TensorBoard.")
+    wandb: WandbSection = Field(default_factory=WandbSection.model_construct, description="Weights & Biases.")
+    csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection.model_construct, description="CSV files.")
+    comet: CometSection = Field(default_factory=CometSection.model_construct, description="Comet.")
     steps_per_print: int | None = Field(None, ge=1, description="Steps between printed lines; null: DeepSpeed prints none.")
     wall_clock_breakdown: bool = Field(False, description="Time forward, backward and step.")
     memory_breakdown: bool = Field(False, description="Report memory around forward and backward.")
     dump_state: bool = Field(False, description="Print the engine's state after it is built.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(None, description="Log level.")
-    timers: TimersSection = Field(default_factory=TimersSection, description="Timers.")
-    flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection, description="FLOPS of one step.")
+    timers: TimersSection = Field(default_factory=TimersSection.model_construct, description="Timers.")
+    flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection.model_construct, description="FLOPS of one step.")
     comms_logger: CommsLoggerSection | None = Field(None, description="Log of collectives.")
 
     # state
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Checkpoints.")
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection.model_construct, description="Checkpoints.")
 
     # DeepSpeed's own services and its inference side
     nebula: dict[str, Any] | None = Field(None, description="Azure's checkpoint service.")
@@ -144,8 +142,8 @@ class Config(Section):
 
     # this engine's own
     model: ModelSection | None = Field(None, description="What to build.")
-    data: DataSection = Field(default_factory=DataSection, description="What to train on.")
-    training: TrainingSection = Field(default_factory=TrainingSection, description="How long to train.")
+    data: DataSection = Field(default_factory=DataSection.model_construct, description="What to train on.")
+    training: TrainingSection = Field(default_factory=TrainingSection.model_construct, description="How long to train.")
     seed: int = Field(1234, ge=0, description="Seed of everything random.")
     strict: bool = Field(True, description="false: unknown keys are notes, not errors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")

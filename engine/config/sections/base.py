@@ -1,7 +1,6 @@
 """What every section of the config is."""
 
-from __future__ import annotations
-
+# No postponed annotations in the sections: pydantic would compile each one again from text when it is imported.
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """``curriculum_learning``, ``data_efficiency``, ``progressive_layer_drop``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

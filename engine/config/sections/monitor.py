@@ -1,7 +1,5 @@
 """What only watches: ``tensorboard``, ``wandb``, ``csv_monitor``, ``comet``, ``timers``, ``flops_profiler``, ``comms_logger``."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -68,7 +66,7 @@ class TimersSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
 
-    throughput: ThroughputTimerSection = Field(default_factory=ThroughputTimerSection, description="Throughput timer.")
+    throughput: ThroughputTimerSection = Field(default_factory=ThroughputTimerSection.model_construct, description="Throughput timer.")
 
 
 class FlopsProfilerSection(Section):

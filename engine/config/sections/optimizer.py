@@ -4,8 +4,6 @@ The tables hold DeepSpeed's own types and torch's, so that a misspelled argument
 that is not in them must be a dotted path ("package.module.Class"); its arguments are the user's affair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

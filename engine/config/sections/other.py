@@ -1,7 +1,5 @@
 """``activation_checkpointing``, ``compile``, ``sparse_attention``, ``elasticity``, ``compression_training``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

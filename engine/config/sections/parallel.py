@@ -1,7 +1,5 @@
 """``tensor_parallel``, ``expert_parallel``, ``pipeline``."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -53,7 +51,7 @@ class TensorParallelSection(Section):
     partition_config: PartitionConfigSection | None = Field(None, description="Which layers are split, and how.")
     tp_overlap_comm: bool = Field(False, description="Overlap communication with backward.")
     dtype: str | None = Field(None, description="DeepSpeed cannot read this key from JSON; the model's dtype counts.")
-    tensor_parallel: TensorParallelGroupSection = Field(default_factory=TensorParallelGroupSection, description="DeepSpeed's inner object.")
+    tensor_parallel: TensorParallelGroupSection = Field(default_factory=TensorParallelGroupSection.model_construct, description="DeepSpeed's inner object.")
     injection_policy_tuple: list[Any] | None = Field(None, description="Old injection policy; inference only.")
     keep_module_on_host: bool = Field(False, description="Inference only.")
     replace_with_kernel_inject: bool = Field(False, description="Inference only.")

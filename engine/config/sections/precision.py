@@ -1,7 +1,5 @@
 """``fp16``, ``bf16``, ``torch_autocast``, ``amp``, ``data_types``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """This engine's own sections, read by ``ptrain``: ``model``, ``data``, ``training``, ``parallel``."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """``zero_optimization`` and ``aio``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
