@@ -1,0 +1,103 @@
+"""From a `SchedulePlan` to a scheduler on an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+from torch.optim.lr_scheduler import LRScheduler
+
+from engine.contracts import EngineError
+from engine.optim.one_cycle import OneCycle
+from engine.optim.schedules import ConstantSchedule, LRRangeTest, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from engine.plan.plan import SchedulePlan
+
+_OWN: dict[str, type[LRScheduler]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+_NEEDS_FUNCTION = "it takes a Python function, which JSON cannot hold"
+_NEEDS_SCHEDULERS = "it takes other scheduler objects, which JSON cannot hold"
+_NOT_FROM_JSON = {
+    "ReduceLROnPlateau": "its step() needs a metric, which the engine does not know",
+    "LambdaLR": _NEEDS_FUNCTION,
+    "MultiplicativeLR": _NEEDS_FUNCTION,
+    "SequentialLR": _NEEDS_SCHEDULERS,
+    "ChainedScheduler": _NEEDS_SCHEDULERS,
+}
+
+
+def available_schedules() -> list[str]:
+    """Every ``scheduler.type`` that `build_schedule` accepts: ours first, then torch's."""
+    found = [
+        name
+        for name in torch_schedules.__all__
+        if isinstance(getattr(torch_schedules, name, None), type) and name not in (*_NOT_FROM_JSON, *_OWN, "LRScheduler")
+    ]
+    return [*_OWN, *sorted(found)]
+
+
+def schedule_class(type_name: str) -> type[LRScheduler]:
+    """The class behind a ``scheduler.type``. Raises EngineError for unknown names and those JSON cannot describe."""
+    if type_name in _NOT_FROM_JSON:
+        raise EngineError(
+            f"scheduler.type {type_name!r} cannot come from JSON: {_NOT_FROM_JSON[type_name]}. "
+            "Build it in Python and pass it as initialize(..., lr_scheduler=...)."
+        )
+    names = available_schedules()
+    if type_name in _OWN:
+        return _OWN[type_name]
+    if type_name in names:
+        found: type[LRScheduler] = getattr(torch_schedules, type_name)
+        return found
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(type_name.lower(), by_lower, n=1)
+    hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    raise EngineError(f"scheduler.type {type_name!r} is unknown.{hint} Known: {', '.join(names)}.")
+
+
+def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of the plan on ``optimizer``; without a plan the learning rates stay as they are.
+
+    Raises EngineError naming the parameter when the class does not take ``plan.params``.
+    """
+    if plan is None:
+        return ConstantSchedule(optimizer)
+    cls = schedule_class(plan.type)
+    _check_parameters(cls, plan.params)
+    try:
+        return cls(optimizer, **plan.params)
+    except EngineError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise EngineError(
+            f"scheduler.params do not suit {plan.type}: {error}. It takes {_described(cls)}."
+        ) from error
+
+
+def _parameters(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
+    parameters = list(inspect.signature(cls).parameters.values())
+    return {parameter.name: parameter for parameter in parameters[1:]}
+
+
+def _described(cls: type[LRScheduler]) -> str:
+    return ", ".join(
+        name if parameter.default is inspect.Parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in _parameters(cls).items()
+    )
+
+
+def _check_parameters(cls: type[LRScheduler], params: dict[str, Any]) -> None:
+    accepted = _parameters(cls)
+    unknown = sorted(set(params) - set(accepted))
+    missing = [
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is inspect.Parameter.empty and name not in params
+    ]
+    problems = [f"scheduler.params.{name} is not a parameter of {cls.__name__}" for name in unknown]
+    problems += [f"scheduler.params.{name} is missing" for name in missing]
+    if problems:
+        raise EngineError(f"{'; '.join(problems)}. {cls.__name__} takes {_described(cls)}.")
