@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
-from typing import Any
 
 import torch
 from torch.optim import lr_scheduler as torch_schedules
@@ -13,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from engine.contracts import EngineError
 from engine.optim.one_cycle import OneCycle
 from engine.optim.schedules import ConstantSchedule, LRRangeTest, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from engine.optim.signatures import check_parameters, described
 from engine.plan.plan import SchedulePlan
 
 _OWN: dict[str, type[LRScheduler]] = {
@@ -66,38 +65,12 @@ def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) 
     if plan is None:
         return ConstantSchedule(optimizer)
     cls = schedule_class(plan.type)
-    _check_parameters(cls, plan.params)
+    check_parameters(cls, plan.params, "scheduler.params")
     try:
         return cls(optimizer, **plan.params)
     except EngineError:
         raise
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise EngineError(
-            f"scheduler.params do not suit {plan.type}: {error}. It takes {_described(cls)}."
+            f"scheduler.params do not suit {plan.type}: {error}. It takes {described(cls)}."
         ) from error
-
-
-def _parameters(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
-    parameters = list(inspect.signature(cls).parameters.values())
-    return {parameter.name: parameter for parameter in parameters[1:]}
-
-
-def _described(cls: type[LRScheduler]) -> str:
-    return ", ".join(
-        name if parameter.default is inspect.Parameter.empty else f"{name}={parameter.default!r}"
-        for name, parameter in _parameters(cls).items()
-    )
-
-
-def _check_parameters(cls: type[LRScheduler], params: dict[str, Any]) -> None:
-    accepted = _parameters(cls)
-    unknown = sorted(set(params) - set(accepted))
-    missing = [
-        name
-        for name, parameter in accepted.items()
-        if parameter.default is inspect.Parameter.empty and name not in params
-    ]
-    problems = [f"scheduler.params.{name} is not a parameter of {cls.__name__}" for name in unknown]
-    problems += [f"scheduler.params.{name} is missing" for name in missing]
-    if problems:
-        raise EngineError(f"{'; '.join(problems)}. {cls.__name__} takes {_described(cls)}.")
