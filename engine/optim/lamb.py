@@ -50,7 +50,8 @@ class Lamb(torch.optim.Optimizer):
     A group may carry ``param_names`` (for the patterns) and, needed with ``norm_reduce``: ``global_index`` (position of
     each parameter in the model), ``num_global`` (how many the model has), ``global_ndim`` (for ``"ndim<=1"``).
     ``norm_reduce`` gets float32 of shape [2 * num_global], partial squared norms of p then of u, and returns their
-    sums over the ranks that hold the other slices.
+    sums over the ranks that hold the other slices. The vector is on the parameters' device, or on the CPU where a rank
+    holds no parameter at all: a reduction that needs another device moves it.
     """
 
     def __init__(
@@ -215,5 +216,10 @@ class Lamb(torch.optim.Optimizer):
                 raise EngineError(f'Lamb with "{ONE_DIMENSIONAL}" on slices needs global_ndim in every parameter group.')
             if num_dimensions <= 1:
                 return True
-        names = group.get("param_names")
-        return names is not None and any(fnmatch.fnmatchcase(names[index], pattern) for pattern in self._excluded)
+        patterns = [pattern for pattern in self._excluded if pattern != ONE_DIMENSIONAL]
+        if patterns and "param_names" not in group:
+            raise EngineError(
+                f"Lamb's exclude_from_adaptation names {', '.join(patterns)}, but its parameters have no names; "
+                "give it model.named_parameters()."
+            )
+        return any(fnmatch.fnmatchcase(group["param_names"][index], pattern) for pattern in patterns)
