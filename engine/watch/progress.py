@@ -78,7 +78,9 @@ class Progress(Watcher):
         if self._total_steps and self._mean_seconds is not None:
             parts.append(f"ETA {duration(self._mean_seconds * max(self._total_steps - report.step, 0))}")
         if not report.applied:
-            where = f" in {report.first_nonfinite[1]} on rank {report.first_nonfinite[0]}" if report.first_nonfinite else ""
+            where = (
+                f" in {report.first_nonfinite[1]} on rank {report.first_nonfinite[0]}" if report.first_nonfinite else ""
+            )
             parts.append(f"this step was skipped: a gradient{where} is not finite")
         return " | ".join(parts)
 

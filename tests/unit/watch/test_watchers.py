@@ -148,7 +148,13 @@ def test_metrics_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("resumed_step", "tail", "expected"),
-    [(4, "", [1, 2, 3, 4]), (3, "", [1, 2, 3]), (6, "", [1, 2, 3, 4, 5, 6]), (6, '{"step": 6, "lo', [1, 2, 3, 4, 5, 6]), (1, "", [1])],
+    [
+        (4, "", [1, 2, 3, 4]),
+        (3, "", [1, 2, 3]),
+        (6, "", [1, 2, 3, 4, 5, 6]),
+        (6, '{"step": 6, "lo', [1, 2, 3, 4, 5, 6]),
+        (1, "", [1]),
+    ],
 )
 def test_metrics_file_is_cut_back_to_the_resumed_step(
     tmp_path: Path, resumed_step: int, tail: str, expected: list[int]
@@ -232,9 +238,7 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
     for step in (1, 2):
         summary.on_step(report(step))
     summary.on_evaluation(report(2), {"eval_loss": 2.75})
-    built = summary.build(
-        world_size=2, config_hash="abc", bigram_entropy=2.9, peak_memory_bytes_per_rank=[10, 20]
-    )
+    built = summary.build(world_size=2, config_hash="abc", bigram_entropy=2.9, peak_memory_bytes_per_rank=[10, 20])
     write_json(tmp_path / "run" / "summary.json", built)
     read = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert read.pop("seconds") >= 0
