@@ -1,0 +1,156 @@
+"""The learning-rate schedule a config means: its canonical name and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine.plan.findings import nearest
+from engine.plan.plan import OptimizerPlan, SchedulePlan
+from engine.plan.schedule_table import OURS, TORCH, UNUSABLE, ScheduleSpec
+
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.plan.findings import Findings
+
+PATH = "scheduler.type"
+PARAMS = "scheduler.params"
+KNOWN: Mapping[str, ScheduleSpec] = {**OURS, **TORCH}
+
+
+def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: Findings) -> SchedulePlan | None:
+    """None when the JSON names no schedule (the client may bring one) or the name cannot be used."""
+    section = config.scheduler
+    if section is None:
+        return None
+    if section.type is None:
+        if findings.is_auto(PATH):
+            findings.missing(PATH)
+        else:
+            findings.problem(PATH, "the scheduler section has no type", repair='add "type": "WarmupLR", for example')
+        return None
+    name = _canonical_name(section.type, findings)
+    if name is None:
+        return None
+    if config.optimizer is None:
+        findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
+    spec = KNOWN[name]
+    given = _from_autos(spec, dict(section.params or {}), config, optimizer, findings)
+    _check_names(name, spec, given, findings)
+    params = {**spec.defaults, **given}
+    _fill_required(name, spec, params, config, findings)
+    _check_steps(name, params, findings)
+    _note_length(name, spec, params, config, findings)
+    findings.resolved(PATH, name)
+    for key, value in params.items():
+        if f"{PARAMS}.{key}" not in {resolved.path for resolved in findings.values}:
+            reason = "the optimizer's learning rate" if key == "warmup_max_lr" and value is None else ""
+            findings.resolved(f"{PARAMS}.{key}", value, reason, "user" if key in given else "default")
+    return SchedulePlan(name, params)
+
+
+def _canonical_name(written: str, findings: Findings) -> str | None:
+    folded = written.rsplit(".", 1)[-1].casefold() if written.startswith("torch.optim.lr_scheduler.") else written.casefold()
+    for name in KNOWN:
+        if name.casefold() == folded:
+            if name != written and "." not in written:
+                findings.note(PATH, f"{written} is read as {name}")
+            return name
+    for name, reason in UNUSABLE.items():
+        if name.casefold() == folded:
+            findings.problem(
+                PATH, f"{name} {reason}, which JSON cannot hold", found=written, repair="pass lr_scheduler to initialize()"
+            )
+            return None
+    close = nearest(written, KNOWN)
+    findings.problem(
+        PATH,
+        f"there is no schedule {written!r}",
+        found=written,
+        allowed=", ".join(KNOWN),
+        repair=f"did you mean {close}?" if close else "",
+    )
+    return None
+
+
+def _from_autos(
+    spec: ScheduleSpec,
+    given: dict[str, Any],
+    config: Config,
+    optimizer: OptimizerPlan | None,
+    findings: Findings,
+) -> dict[str, Any]:
+    """The parameters with every "auto" replaced: lengths by training.steps, the peak by the optimizer's lr."""
+    steps = config.training.steps
+    peak = optimizer.params.get("lr") if optimizer is not None else None
+    kept = {}
+    for key, value in given.items():
+        path = f"{PARAMS}.{key}"
+        if value != "auto" and not findings.is_auto(path):
+            kept[key] = value
+        elif key in spec.lengths and steps is not None:
+            kept[key] = findings.resolved(path, steps, "training.steps", "auto")
+        elif key == "warmup_min_lr":
+            kept[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
+        elif key == "warmup_max_lr" and peak is not None:
+            kept[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
+        else:
+            findings.missing(path)
+    return kept
+
+
+def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:
+    for key, value in given.items():
+        if key not in spec.names:
+            close = nearest(key, spec.names)
+            findings.problem(
+                f"{PARAMS}.{key}",
+                f"{name} has no parameter {key!r}",
+                found=value,
+                allowed=", ".join(spec.names),
+                repair=f"did you mean {close}?" if close else "",
+            )
+
+
+def _fill_required(
+    name: str, spec: ScheduleSpec, params: dict[str, Any], config: Config, findings: Findings
+) -> None:
+    """A length that is left out is the run's own, where that is known."""
+    steps = config.training.steps
+    for key in spec.required:
+        path = f"{PARAMS}.{key}"
+        if key in params or path in findings.needs_values:
+            continue
+        if key in spec.lengths and steps is not None:
+            params[key] = findings.resolved(path, steps, "training.steps", "derived")
+        else:
+            findings.problem(path, f"{name} needs {key}", repair=f'add "{key}" to {PARAMS}')
+
+
+def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> None:
+    """Sizes that a schedule divides by."""
+    for key in ("lr_range_test_step_size", "cycle_first_step_size"):
+        value = params.get(key, 1)
+        if not isinstance(value, int) or value < 1:
+            findings.problem(f"{PARAMS}.{key}", f"{name} cycles over {value} steps", found=value, allowed="an integer >= 1")
+
+
+def _note_length(
+    name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings
+) -> None:
+    """Lengths that do not fit together are legal, and rarely meant."""
+    warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    if warmup is not None and total is not None and warmup > total:
+        findings.note(
+            f"{PARAMS}.warmup_num_steps",
+            f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to its "
+            "end in one step when the warm-up is over",
+        )
+    steps = config.training.steps
+    for key in spec.lengths:
+        length = params.get(key)
+        if steps is not None and isinstance(length, int) and length < steps:
+            findings.note(
+                f"{PARAMS}.{key}",
+                f"{name} ends after {length} of the {steps} training steps: the last {steps - length} run at its end value",
+            )
