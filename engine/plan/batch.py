@@ -70,11 +70,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
 
 
 def _report_missing(findings: Findings) -> None:
-    autos = [key for key in (TOTAL, MICRO) if findings.is_auto(key)]
-    if autos:
-        for key in autos:
-            findings.missing(key)
-        return
+    if findings.is_auto(TOTAL) or findings.is_auto(MICRO):
+        return  # listed with the other values that are needed
     findings.problem(
         TOTAL,
         f"no batch size: neither {TOTAL} nor {MICRO} is given",

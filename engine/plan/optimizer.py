@@ -30,9 +30,6 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     section = config.optimizer
     if section is None:
         return None
-    for path in sorted(config.autos):
-        if path.startswith("optimizer."):
-            findings.missing(path)
     name, given = section.type, section.params
     if name is None:
         return None

@@ -27,8 +27,6 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
     section = config.scheduler
     if section is None:
         return None
-    if findings.is_auto(PATH):
-        findings.missing(PATH)
     if section.type is None:
         return None
     name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
@@ -74,12 +72,8 @@ def _fill_autos(
         key = path.removeprefix(PARAMS + ".")
         if spec is not None and key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "auto")
-        elif key == "warmup_min_lr":
-            params[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
         elif key == "warmup_max_lr" and peak is not None:
             params[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
-        else:
-            findings.missing(path)
 
 
 def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:
@@ -103,7 +97,7 @@ def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config
         required = (*required, "total_steps")
     for key in required:
         path = f"{PARAMS}.{key}"
-        if key in params or path in findings.needs_values:
+        if key in params or findings.is_auto(path):
             continue
         if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "derived")

@@ -135,10 +135,10 @@ def test_an_optimizer_that_drives_the_model_itself(problems_of: ProblemsOf) -> N
     assert "several times" in problem.message
 
 
-def test_unresolved_parameters_are_one_list(problems_of: ProblemsOf) -> None:
-    (problem,) = problems_of(section("AdamW", lr="auto", weight_decay="auto", eps=1e-7))
+def test_unresolved_parameters_are_one_list_and_others_have_defaults(problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("AdamW", lr="auto", foreach="auto", weight_decay="auto"))
     assert problem.code == "needs-values"
-    assert "optimizer.params.lr, optimizer.params.weight_decay" in problem.message
+    assert "optimizer.params.foreach, optimizer.params.lr" in problem.message
 
 
 def test_origins(make_plan: MakePlan) -> None:
