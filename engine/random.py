@@ -27,7 +27,7 @@ def stream_seed(seed: int, *purpose: int | str) -> int:
     """
     for part in (seed, *purpose):
         if isinstance(part, bool) or not isinstance(part, int | str):
-            raise TypeError(f"a random stream is named by integers and strings, not by {part!r} ({type(part).__name__})")
+            raise TypeError(f"a random stream is named by integers and strings, not by {part!r} ({type(part)})")
     encoded = json.dumps([seed, *purpose], separators=(",", ":")).encode("ascii")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") >> 1
 
