@@ -8,7 +8,9 @@ from engine.cli.options import Parser, add_config_options, imagined_world, posit
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser("ptrain plan", "Print what a config means for a number of ranks. Needs neither torch nor the ranks.")
+    parser = Parser(
+        "ptrain plan", "Print what a config means for a number of ranks. Needs neither torch nor the ranks."
+    )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
     parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to plan for (default 1)")
