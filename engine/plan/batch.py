@@ -24,11 +24,6 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
         for key in (TOTAL, MICRO, ACCUMULATION)
         if (value := getattr(config, key)) is not None and not findings.is_auto(key)
     }
-    bad = {key: value for key, value in given.items() if value < 1}
-    for key, value in bad.items():
-        findings.problem(key, f"{key} is {value}; it counts samples or steps", found=value, allowed="an integer >= 1")
-    if bad:
-        return None
     if TOTAL not in given and MICRO not in given:
         _report_missing(findings)
         return None
@@ -59,7 +54,7 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
     for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, accumulation)):
         if key in given:
             findings.resolved(key, value)
-        elif key == ACCUMULATION and TOTAL not in given or key == ACCUMULATION and MICRO not in given:
+        elif key == ACCUMULATION and len(given) == 1:
             findings.resolved(key, value, "one micro-batch per update unless asked otherwise", "default")
         else:
             findings.resolved(key, value, reason, "derived")
@@ -105,12 +100,11 @@ def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: 
 
 def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, findings: Findings) -> None:
     unit = factor * dp
-    given = findings.is_user(key) or findings.origin(key) == "auto"
-    by = f"{_named(key, factor, findings)} x " if given or factor > 1 else ""
+    by = f"{_named(key, factor, findings)} x " if findings.is_given(key) else ""
     product = f" = {unit}" if by else ""
     fits = _nearest_multiples(total, unit)
     repair = f"set {TOTAL} to {fits}"
-    if total % dp == 0:
+    if by and total % dp == 0:
         options = divisors(total // dp)
         closest = min(options, key=lambda option: (abs(option - factor), option))
         repair += f", or keep it and set {key} to {closest}"

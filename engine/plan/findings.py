@@ -44,26 +44,27 @@ class Findings:
         return value
 
     def origin(self, path: str) -> Origin:
-        return "auto" if path in self.config.autos else self.config.origin(path)
+        return self.config.origin(path)
 
-    def is_user(self, path: str) -> bool:
-        return self.origin(path) == "user"
+    def is_given(self, path: str) -> bool:
+        """Whether the user wrote a value, or somebody supplied one for "auto"."""
+        return self.config.origin(path) != "default" and path not in self.config.autos
 
     def is_auto(self, path: str) -> bool:
+        """Whether the value is "auto" and nobody supplied one."""
         return path in self.config.autos
 
     def source(self, path: str) -> str:
-        """Where a value came from, for a sentence: ``config.json:12``, or the origin in words."""
+        """Where a value came from, for a sentence: ``config.json:12``, ``--set a=b``, ``given`` or ``default``."""
+        if not self.is_given(path):
+            return "default"
         file, line, _ = self._place(path)
-        if file and line:
-            return f"{file}:{line}"
-        if line:
-            return f"line {line}"
-        return {"user": "given", "default": "default", "auto": "from auto", "derived": "derived"}[self.origin(path)]
+        if file is None:
+            return "given" if line is None else f"line {line}"
+        return file if line is None else f"{file}:{line}"
 
     def _place(self, path: str) -> tuple[str | None, int | None, int | None]:
-        place = self.config.locate(path)
-        return place if place is not None else (None, None, None)
+        return self.config.locate(path)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -84,10 +84,10 @@ def note_ineffective(config: Config, findings: Findings) -> None:
     stage = config.zero_optimization.stage
     beyond_stage = {ZERO + key for key in STAGE_3_KEYS} if stage < 3 else {ZERO + "reduce_bucket_size"}
     for path in sorted(beyond_stage):
-        if findings.is_user(path) and not _switched_off(config, path):
+        if findings.is_given(path) and not _switched_off(config, path):
             findings.note(path, f"no effect at stage {stage}: {'it acts at stage 3 only' if stage < 3 else _BUCKETS}")
     for entry in INEFFECTIVE:
-        if entry.path in beyond_stage or not findings.is_user(entry.path):
+        if entry.path in beyond_stage or not findings.is_given(entry.path):
             continue
         if _in_dead_section(config, entry.path) or value_at(config, entry.path) in entry.honoured:
             continue

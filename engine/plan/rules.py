@@ -11,28 +11,21 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.plan.findings import Findings
 
-DEFAULT_CLIPPING = 1.0
-
 
 def resolve_clipping(config: Config, findings: Findings) -> float:
-    """The largest global L2 norm of the gradients; 0 is no clipping. DeepSpeed clips at 1.0 where the key is absent."""
+    """The largest global L2 norm of the gradients; 0 is no clipping. Absent is not off."""
     path = "gradient_clipping"
-    value = config.gradient_clipping
-    if value is None or not findings.is_user(path):
-        findings.note(path, f"gradients are clipped to norm {DEFAULT_CLIPPING} as in DeepSpeed; 0 switches clipping off")
-        return findings.resolved(path, DEFAULT_CLIPPING, "DeepSpeed's default")
-    if value < 0:
-        findings.problem(path, f"gradient_clipping is {value:g}", found=value, allowed="0 (off) or a positive norm")
-        return 0.0
-    return findings.resolved(path, float(value))
+    if not findings.is_given(path):
+        value = config.gradient_clipping
+        findings.note(path, f"gradients are clipped to norm {value:g} as in DeepSpeed; 0 switches clipping off")
+        return findings.resolved(path, value, "DeepSpeed's default")
+    return findings.resolved(path, config.gradient_clipping)
 
 
 def check_device(config: Config, world: World, findings: Findings) -> None:
     """An accelerator that was asked for must be there; it is never replaced by the CPU in silence."""
-    wanted = getattr(config, "device", None)
-    if wanted in (None, "auto", world.device):
-        return
-    if wanted == "cpu":
+    wanted = config.device
+    if wanted in ("auto", "cpu", world.device):
         return
     findings.problem(
         "device",

@@ -23,12 +23,9 @@ def describe_world(world: World) -> str:
 def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees:
     """Stage 0 replicates over all ranks, stages 1 to 3 shard over all; MiCS shards in groups of ranks."""
     stage = config.zero_optimization.stage
-    if world.size < 1:
-        findings.problem("", f"the world has {world.size} ranks; it needs at least one", found=world.size)
-        return Degrees()
-    if stage == 0:
-        return Degrees(dp_replicate=_mics_group(config, world, findings, world.size))
     shard = _mics_group(config, world, findings, world.size)
+    if stage == 0:
+        return Degrees(dp_replicate=world.size)
     return Degrees(dp_replicate=world.size // shard, dp_shard=shard)
 
 
@@ -36,7 +33,7 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
     """Ranks per shard group: ``mics_shard_size`` where it is set and fits, else all ``dp`` ranks."""
     zero = config.zero_optimization
     size = zero.mics_shard_size
-    if size is None or size <= 0:
+    if size <= 0:
         return dp
     if zero.stage != 3:
         findings.problem(
@@ -65,8 +62,8 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
     """Stage 3: what a block does after its forward. True: sharded over all; an int: over that many ranks (hpZ)."""
     zero = config.zero_optimization
     size = zero.zero_hpz_partition_size
-    if size is None or size <= 1:
-        return bool(zero.stage == 3)
+    if size <= 1:
+        return zero.stage == 3
     if zero.stage != 3:
         findings.problem(
             HPZ,

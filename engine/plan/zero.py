@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from engine.plan.plan import Degrees, ZeroPlan
 from engine.plan.world import resolve_reshard
@@ -20,7 +20,7 @@ DEFAULT_GROUP_ELEMENTS = 2**20
 
 def resolve_zero(config: Config, degrees: Degrees, findings: Findings) -> ZeroPlan:
     stage = findings.resolved("zero_optimization.stage", config.zero_optimization.stage)
-    reduce_op = _reduce_op(config)
+    reduce_op = findings.resolved("gradient_allreduce_op", config.gradient_allreduce_op)
     return ZeroPlan(
         stage=stage,
         bucket_elements=_bucket_elements(config, findings) if stage < 3 else 0,
@@ -33,7 +33,7 @@ def resolve_zero(config: Config, degrees: Degrees, findings: Findings) -> ZeroPl
 
 def _bucket_elements(config: Config, findings: Findings) -> int:
     path = "zero_optimization.reduce_bucket_size"
-    if findings.is_user(path):
+    if findings.is_given(path):
         return findings.resolved(path, max(1, config.zero_optimization.reduce_bucket_size))
     reason = "25 MB: small enough to overlap with backward and to keep gradients sharded"
     return findings.resolved(path, DEFAULT_BUCKET_ELEMENTS, reason, "derived")
@@ -41,26 +41,19 @@ def _bucket_elements(config: Config, findings: Findings) -> int:
 
 def _group_elements(config: Config, findings: Findings) -> int:
     path = "zero_optimization.prefetch_bucket_size"
-    if findings.is_user(path):
+    if findings.is_given(path):
         return findings.resolved(path, config.zero_optimization.prefetch_bucket_size)
     reason = "consecutive blocks are gathered together up to 4 MB: fewer collectives for small models"
     return findings.resolved(path, DEFAULT_GROUP_ELEMENTS, reason, "derived")
-
-
-def _reduce_op(config: Config) -> Literal["mean", "sum"]:
-    return "sum" if config.gradient_allreduce_op == "sum" else "mean"
 
 
 def _predivide_factor(config: Config, degrees: Degrees, reduce_op: str, findings: Findings) -> float:
     """Gradients are divided by this before the reduction and by dp / this after it."""
     factor = config.gradient_predivide_factor
     path = "gradient_predivide_factor"
-    if factor <= 0:
-        findings.problem(path, f"gradients cannot be divided by {factor:g}", found=factor, allowed="a number > 0")
-        return 1.0
     if reduce_op == "sum":
         for key in ("prescale_gradients", path):
-            if findings.is_user(key) and getattr(config, key) not in (False, 1.0):
+            if findings.is_given(key) and getattr(config, key) not in (False, 1.0):
                 findings.note(key, "gradient_allreduce_op is sum, which divides nothing: no effect")
         return 1.0
     if not config.prescale_gradients:

@@ -1,0 +1,77 @@
+# What a user and CI call. Everything lives in $(VENV); a stamp file there says what is installed, so that a second call
+# installs nothing. `make PYTHON=python3.12 train` picks another interpreter.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= examples/gpt_text/config.json
+TRAIN_ARGUMENTS ?=
+TEST_ARGUMENTS ?=
+BENCH_ARGUMENTS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-slow check format bench matrix docs wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(VENV)/.installed ## install, then train the example GPT (under 3 minutes on 2 cores)
+	@PATH="$(abspath $(BIN)):$$PATH" bin/ptrain --config $(CONFIG) $(TRAIN_ARGUMENTS)
+
+test: $(VENV)/.installed-test ## install what tests need, then run the quick suite
+	@$(PYTEST) -m "not slow" $(TEST_ARGUMENTS)
+
+test-slow: $(VENV)/.installed-test ## run the slow tests
+	@$(PYTEST) -m slow $(TEST_ARGUMENTS)
+
+check: $(VENV)/.installed-dev ## lint, formatting, types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## rewrite the code in the project's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.installed ## measure this engine beside its peers; writes docs/benchmarks/
+	@$(BIN)/python -m tests.bench.run --size tiny --size medium --output docs/benchmarks/engines.md $(BENCH_ARGUMENTS)
+	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
+
+matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; writes docs/benchmarks/matrix.md
+	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
+
+docs: $(VENV)/.installed ## generate the schema and the config reference
+	@$(BIN)/python -m engine.config.schema
+
+wheel: $(VENV)/.installed ## build the wheel into dist/
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean: ## remove the environment, caches and build results
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Torch goes first and alone: its release is the one choice that must not be made by a resolver.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch into $(VENV)"
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing ptrain-engine"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	@echo "installing what the checks need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
