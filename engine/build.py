@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,16 @@ from torch import nn
 
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
-from engine.contracts import EngineError, NoCurriculum, NoSchedule, SavedLayout
+from engine.contracts import NoCurriculum, NoSchedule, SavedLayout
 from engine.data.loader import DistributedLoader
 from engine.engine import Engine, Roles
 from engine.mesh import Mesh
 from engine.model import zero
 from engine.model.blocks import find_blocks
-from engine.optim.client import rebind
+from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
-from engine.optim.factory import build_optimizer, granularity
-from engine.optim.groups import shard_groups
+from engine.optim.factory import granularity
+from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule
@@ -50,7 +50,7 @@ def build(
     # who is where, and who is who
     mesh = Mesh(plan.degrees, device, Ledger())
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
-    client = _client_optimizer(optimizer, model, model_parameters)
+    client = client_optimizer(optimizer, model, model_parameters)
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
@@ -58,7 +58,7 @@ def build(
     reduction = data_parallel.reduction
 
     # roles
-    stepper = _optimizer(plan, client, registry, reduction.shards, mesh)
+    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, mesh.group("dp_shard").sum)
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
@@ -101,44 +101,10 @@ def build(
     )
 
 
-def _client_optimizer(
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None, model: nn.Module, model_parameters: Any
-) -> torch.optim.Optimizer | None:
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    made = optimizer(list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise EngineError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
-    return made
-
-
 def _granularity(plan: Plan, client: torch.optim.Optimizer | None) -> zero.Granularity:
     if client is not None:
         return granularity(type(client))
     return granularity(plan.optimizer.type) if plan.optimizer is not None else "elementwise"
-
-
-def _optimizer(
-    plan: Plan,
-    client: torch.optim.Optimizer | None,
-    registry: ParameterRegistry,
-    shards: Sequence[zero.ParameterShard],
-    mesh: Mesh,
-) -> EngineOptimizer | None:
-    if client is not None:
-        by_index: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for shard in shards:
-            by_index.setdefault(shard.info.index, []).append((shard.info.name, shard.parameter))
-
-        def shards_of(parameter: nn.Parameter) -> list[tuple[str, nn.Parameter]] | None:
-            info = registry.info(parameter)
-            return None if info is None else by_index.get(info.index, [])
-
-        return rebind(client, shards_of)
-    if plan.optimizer is None:
-        return None
-    groups = shard_groups(registry.groups, shards, len(registry))
-    return build_optimizer(plan.optimizer, groups, norm_reduce=mesh.group("dp_shard").sum)
 
 
 def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) -> Any:

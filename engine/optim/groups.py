@@ -1,11 +1,19 @@
-"""From the registry's parameter groups to the optimizer's: the same groups, holding this rank's shards."""
+"""From the registry's parameter groups to the optimizer: the same groups, holding this rank's shards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+
+from engine.optim.client import rebind
+from engine.optim.factory import build_optimizer
+from engine.optim.lamb import NormReduce
+from engine.optim.optimizer import EngineOptimizer
+from engine.parameters import ParameterRegistry
+from engine.plan.plan import OptimizerPlan
 
 
 class _Shard(Protocol):
@@ -31,3 +39,29 @@ def shard_groups(
         group["global_index"].append(shard.info.index)
         group["global_ndim"].append(len(shard.info.shape))
     return groups
+
+
+def optimizer_over(
+    shards: Sequence[_Shard],
+    registry: ParameterRegistry,
+    plan: OptimizerPlan | None,
+    client: torch.optim.Optimizer | None,
+    norm_reduce: NormReduce,
+) -> EngineOptimizer | None:
+    """The client's optimizer moved onto ``shards``, else the plan's built on them, else None.
+
+    ``norm_reduce`` sums norms over the ranks that hold the other shards.
+    """
+    if client is None:
+        if plan is None:
+            return None
+        return build_optimizer(plan, shard_groups(registry.groups, shards, len(registry)), norm_reduce=norm_reduce)
+    held: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for shard in shards:
+        held.setdefault(shard.info.index, []).append((shard.info.name, shard.parameter))
+
+    def shards_of(parameter: nn.Parameter) -> list[tuple[str, nn.Parameter]] | None:
+        info = registry.info(parameter)
+        return None if info is None else held.get(info.index, [])
+
+    return rebind(client, shards_of)
