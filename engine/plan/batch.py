@@ -106,9 +106,10 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         options = divisors(total // dp)
         closest = min(options, key=lambda option: (abs(option - factor), option))
         repair += f", or keep it and set {key} to {closest}"
+    arithmetic = f": {total} = {total // unit} x {unit} + {total % unit}" if total > unit else ""
     findings.problem(
         TOTAL,
-        f"{total} is not a multiple of {by}{ranks}{product}: {total} = {total // unit} x {unit} + {total % unit}",
+        f"{total} is not a multiple of {by}{ranks}{product}{arithmetic}",
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,

@@ -119,7 +119,7 @@ SETTINGS = st.fixed_dictionaries(
             optional={"mics_shard_size": st.integers(1, 5), "zero_hpz_partition_size": st.integers(1, 5)},
         ),
         "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "Muon", "SGD", "LBFGS", "a.B"])}),
-        "scheduler": st.fixed_dictionaries({"type": st.sampled_from(["WarmupLR", "OneCycle", "StepLR", "a.B"])}),
+        "scheduler": st.fixed_dictionaries({"type": st.sampled_from(["WarmupLR", "OneCycle", "StepLR", "OneCycleLR"])}),
         "training": st.fixed_dictionaries({"steps": st.integers(1, 100)}),
     },
 )
