@@ -193,3 +193,5 @@ def test_a_verdict_names_what_is_lacking() -> None:
         "valid, not built here: optimizer.type",
         "needs values: seed",
     ]
+    judged = verdict(load_config({**settings, "train_batch_size": 3}))
+    assert judged.render().splitlines()[1:3] == ["not built here: optimizer.type", "needs values: seed"]
