@@ -158,7 +158,13 @@ def _table(model: type[BaseModel], path: Path) -> list[str]:
 def _row(key: str, info: FieldInfo) -> tuple[str, ...]:
     section = section_of(info.annotation)
     default = "see below" if info.default_factory is not None else f"`{show(info.default)}`"
-    kind = allowed(info).removesuffix(" or null").removesuffix(", or null") if section is None else "object" if _holds_one(info) else "objects"
+    kind = (
+        allowed(info).removesuffix(" or null").removesuffix(", or null")
+        if section is None
+        else "object"
+        if _holds_one(info)
+        else "objects"
+    )
     return f"`{key}`", kind, default, info.description or ""
 
 
