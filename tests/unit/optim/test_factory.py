@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
 from engine.contracts import EngineError
 from engine.optim.factory import (
     available_optimizers,
@@ -25,12 +28,12 @@ class Unknown(torch.optim.SGD):
     """A user's optimizer, of which the engine knows nothing."""
 
 
-def groups(*shapes: tuple[int, ...], **options) -> list[dict]:
+def groups(*shapes: tuple[int, ...], **options: Any) -> list[dict[str, Any]]:
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     return [{"params": params, "names": [f"p{i}" for i in range(len(shapes))], **options}]
 
 
-def test_optimizers_by_name_and_by_path():
+def test_optimizers_by_name_and_by_path() -> None:
     assert optimizer_class("AdamW") is torch.optim.AdamW
     assert optimizer_class("Lamb") is Lamb
     assert optimizer_class("Lion") is Lion
@@ -55,13 +58,13 @@ def test_optimizers_by_name_and_by_path():
         ("SparseAdam", "sparse gradients"),
     ],
 )
-def test_unusable_types_are_told_in_one_message(type_name, message):
+def test_unusable_types_are_told_in_one_message(type_name: str, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         optimizer_class(type_name)
 
 
 @pytest.mark.parametrize("type_name", ELEMENTWISE)
-def test_elementwise_optimizers_step_alike_on_slices(type_name):
+def test_elementwise_optimizers_step_alike_on_slices(type_name: str) -> None:
     """The proof of the table: two halves stepped apart equal the whole."""
     assert granularity(type_name) == "elementwise"
     whole = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4))
@@ -79,19 +82,19 @@ def test_elementwise_optimizers_step_alike_on_slices(type_name):
     torch.testing.assert_close(torch.cat([half.detach() for half in halves]), whole.detach().flatten())
 
 
-def test_granularity_of_the_rest():
+def test_granularity_of_the_rest() -> None:
     assert granularity("Lamb") == "elementwise"
     assert granularity("Muon") == "whole"
     assert granularity("Adafactor") == "whole"
     assert granularity(Unknown) == "whole"
 
 
-def test_fused_where_it_exists():
+def test_fused_where_it_exists() -> None:
     cpu = torch.device("cpu")
     for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
         assert fused_arguments(cls, cpu) == {"fused": True}
-    for cls in (torch.optim.RAdam, torch.optim.Muon, Lamb, Lion):
-        assert fused_arguments(cls, cpu) == {}
+    for unfused in (torch.optim.RAdam, torch.optim.Muon, Lamb, Lion):
+        assert fused_arguments(unfused, cpu) == {}
     (inner,) = build_inner_optimizers(OptimizerPlan("AdamW", {"foreach": False, "fused": False}), groups((2,)))
     assert inner.param_groups[0]["fused"] is False
     (inner,) = build_inner_optimizers(OptimizerPlan("SGD", {"momentum": 0.9, "dampening": 0.5}), groups((2,)))
@@ -113,12 +116,12 @@ def test_fused_where_it_exists():
         (OptimizerPlan("Muon", {"lr": 0.02}), "lr is in neither"),
     ],
 )
-def test_parameters_that_do_not_suit_are_told_in_one_message(plan, message):
+def test_parameters_that_do_not_suit_are_told_in_one_message(plan: OptimizerPlan, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         build_inner_optimizers(plan, groups((2, 2)))
 
 
-def test_json_lists_become_tuples_and_group_options_win():
+def test_json_lists_become_tuples_and_group_options_win() -> None:
     plan = OptimizerPlan("AdamW", {"betas": [0.8, 0.9], "weight_decay": 0.1})
     given = groups((2,), weight_decay=0.0)
     (inner,) = build_inner_optimizers(plan, given)
@@ -129,7 +132,7 @@ def test_json_lists_become_tuples_and_group_options_win():
     assert set(given[0]) == {"params", "names", "weight_decay"}
 
 
-def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     named = {
         "embed.weight": (9, 4), "block.linear.weight": (4, 4), "block.linear.bias": (4,), "conv.weight": (4, 4, 3),
         "lm_head.weight": (9, 4), "block.up.weight": (8, 4),
@@ -157,7 +160,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     assert {group["lr"] for group in adam.param_groups} == {3e-4}
 
 
-def test_muon_refuses_a_slice_of_a_matrix():
+def test_muon_refuses_a_slice_of_a_matrix() -> None:
     """With the true number of dimensions at hand, a 1-D slice is not quietly given to AdamW."""
     sliced = groups((8,), global_ndim=[2])
     with pytest.raises(EngineError, match="Muon"):
@@ -165,7 +168,7 @@ def test_muon_refuses_a_slice_of_a_matrix():
 
 
 @pytest.mark.parametrize("type_name", [*ELEMENTWISE, "Muon", "Adafactor", "Lamb"])
-def test_a_rank_without_parameters_has_the_same_groups(type_name):
+def test_a_rank_without_parameters_has_the_same_groups(type_name: str) -> None:
     plan = OptimizerPlan(type_name)
     here = build_optimizer(plan, groups((2, 2)))
     elsewhere = build_optimizer(plan, groups())

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+
 from engine.contracts import EngineError
 from engine.optim.factory import build_inner_optimizers
-from engine.optim.lamb import Lamb
+from engine.optim.lamb import Lamb, NormReduce
 from engine.optim.lion import Lion
 from engine.plan.plan import OptimizerPlan
 
@@ -24,11 +28,20 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 
 def oracle(
-    params, num_steps, *, deepspeed=False, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, inside=False, bounds=None,
-    correct=True,
-):  # fmt: skip
+    params: list[torch.nn.Parameter],
+    num_steps: int,
+    *,
+    lr: float,
+    wd: float = 0.0,
+    eps: float = 1e-8,
+    deepspeed: bool = False,
+    inside: bool = False,
+    correct: bool = True,
+    bounds: tuple[float, float] | None = None,
+) -> tuple[list[torch.Tensor], list[float]]:
     """LAMB written down once more, one float64 tensor at a time."""
     low, high = bounds or ((0.01, 10.0) if deepspeed else (0.0, math.inf))
+    b1, b2 = 0.9, 0.999
     result, ratios = [], []
     for index, start in enumerate(params):
         p = start.detach().double().clone()
@@ -67,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "expected"), CASES)
-def test_lamb_equals_the_formula(options, expected):
+def test_lamb_equals_the_formula(options: dict[str, Any], expected: dict[str, Any]) -> None:
     params = parameters()
     optimizer = Lamb(params, **options)
     for step in range(12):
@@ -80,7 +93,7 @@ def test_lamb_equals_the_formula(options, expected):
     assert optimizer.get_lamb_coeffs() == pytest.approx(ratios, rel=1e-4)
 
 
-def test_the_two_modes_differ_in_the_first_step_as_the_corrections_say():
+def test_the_two_modes_differ_in_the_first_step_as_the_corrections_say() -> None:
     """Without bias correction m / sqrt(v) of step 1 is (1 - b1) / sqrt(1 - b2) times too long, and the ratio short."""
     ratios = []
     for compat in (None, "deepspeed"):
@@ -93,7 +106,7 @@ def test_the_two_modes_differ_in_the_first_step_as_the_corrections_say():
     assert ratios[0] / ratios[1] == pytest.approx((1 - 0.9) / math.sqrt(1 - 0.999), rel=1e-4)
 
 
-def test_the_update_scales_with_the_parameter():
+def test_the_update_scales_with_the_parameter() -> None:
     moved = []
     for scale in (1.0, 4.0):
         params, start = parameters(scale), parameters(scale)
@@ -103,12 +116,12 @@ def test_the_update_scales_with_the_parameter():
         optimizer.step()
         moved.append([(p - s).detach() for p, s in zip(params, start, strict=True)])
         for p, s in zip(params, start, strict=True):
-            assert float((p - s).norm() / s.norm()) == pytest.approx(0.125, rel=1e-5)
+            assert ((p - s).norm() / s.norm()).item() == pytest.approx(0.125, rel=1e-5)
     for small, large in zip(*moved, strict=True):
         torch.testing.assert_close(small * 4.0, large, rtol=1e-5, atol=1e-7)
 
 
-def test_zero_norms_give_ratio_one():
+def test_zero_norms_give_ratio_one() -> None:
     zero, still = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(3))
     optimizer = Lamb([zero, still], lr=0.1)
     zero.grad, still.grad = torch.ones(3), torch.zeros(3)
@@ -118,7 +131,7 @@ def test_zero_norms_give_ratio_one():
     assert torch.equal(still, torch.ones(3))
 
 
-def test_exclusion_by_pattern_and_by_dimensions():
+def test_exclusion_by_pattern_and_by_dimensions() -> None:
     names = ["a.weight", "a.bias", "norm.weight", "scalar"]
     for excluded, adapted in (
         (["*.bias", "norm.*"], [True, False, False, True]),
@@ -126,7 +139,8 @@ def test_exclusion_by_pattern_and_by_dimensions():
         (["ndim<=1", "a.*"], [False, False, True, False]),
     ):
         params = parameters(scale=3.0)
-        optimizer = Lamb(list(zip(names, params, strict=True)), exclude_from_adaptation=excluded)
+        named = [{"params": params, "param_names": names}]
+        optimizer = Lamb(named, exclude_from_adaptation=excluded)
         for parameter, gradient in zip(params, gradients(0), strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -137,38 +151,53 @@ def test_exclusion_by_pattern_and_by_dimensions():
         Lamb(params, exclude_from_adaptation=["*.bias"]).step()
 
 
-class SimulatedRanks:
-    """Ranks stepped one after the other: a first pass collects every rank's vector, a second one uses their sum."""
+class ThreadedRanks:
+    """Ranks as threads of one process; the reduction is a sum over what all of them brought."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.vectors: list[torch.Tensor | None] = [None] * num_ranks
-        self.total: torch.Tensor | None = None
+        self._brought: list[torch.Tensor] = [torch.empty(0)] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=10)
         self.num_calls = [0] * num_ranks
 
-    def reduce_for(self, rank: int):
+    def reduce_for(self, rank: int) -> NormReduce:
         def reduce(vector: torch.Tensor) -> torch.Tensor:
             self.num_calls[rank] += 1
-            self.vectors[rank] = vector.clone()
-            return vector if self.total is None else self.total.clone()
+            self._brought[rank] = vector
+            self._barrier.wait()
+            total = torch.stack(self._brought).sum(0)
+            self._barrier.wait()
+            return total
 
         return reduce
 
 
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"weight_decay": 0.1, "compat": "deepspeed"}, {"exclude_from_adaptation": ["ndim<=1"]}])
-def test_lamb_on_slices_equals_lamb_on_whole_parameters(options):
-    """Rank 0 holds all of p0 and part of p1; rank 1 the rest, p2 in two pieces; rank 2 nothing at all."""
+Piece = tuple[str, int, slice]
+PIECES: list[list[Piece]] = [
+    [("p0", 0, slice(None)), ("p1", 1, slice(0, 2))],
+    [("p1", 1, slice(2, None)), ("p2", 2, slice(0, 5)), ("p2.rest", 2, slice(5, None)), ("p3", 3, slice(None))],
+    [],
+]
+"""What each of three ranks holds of the flattened parameters: slices, one parameter in two of them, or nothing."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_decay": 0.1}, {"weight_decay": 0.1, "compat": "deepspeed"}, {"exclude_from_adaptation": ["ndim<=1"]}],
+)
+def test_lamb_on_slices_equals_lamb_on_whole_parameters(options: dict[str, Any]) -> None:
+    plan = OptimizerPlan("Lamb", {"lr": 0.01, **options})
     dense = parameters()
-    reference = Lamb(dense, lr=0.01, **options)
-    flat = [parameter.detach().flatten() for parameter in parameters()]
-    pieces = [
-        [("p0", 0, flat[0]), ("p1", 1, flat[1][:2])],
-        [("p1", 1, flat[1][2:]), ("p2", 2, flat[2][:5]), ("p2b", 2, flat[2][5:]), ("p3", 3, flat[3])],
-        [],
-    ]
-    ranks = SimulatedRanks(len(pieces))
-    optimizers, locals_ = [], []
-    for rank, held in enumerate(pieces):
-        params = [torch.nn.Parameter(values.clone()) for _, _, values in held]
+    reference = Lamb(dense, **plan.params)
+    for step in range(4):
+        for parameter, gradient in zip(dense, gradients(step), strict=True):
+            parameter.grad = gradient
+        reference.step()
+    expected = reference.get_lamb_coeffs()
+    ranks = ThreadedRanks(len(PIECES))
+
+    def train(rank: int) -> tuple[list[torch.nn.Parameter], list[float]]:
+        held = PIECES[rank]
+        params = [torch.nn.Parameter(parameters()[index].detach().flatten()[cut].clone()) for _, index, cut in held]
         group = {
             "params": params,
             "names": [name for name, _, _ in held],
@@ -176,51 +205,32 @@ def test_lamb_on_slices_equals_lamb_on_whole_parameters(options):
             "num_global": len(SHAPES),
             "global_ndim": [len(SHAPES[index]) for _, index, _ in held],
         }
-        plan = OptimizerPlan("Lamb", {"lr": 0.01, **options})
         (optimizer,) = build_inner_optimizers(plan, [group], norm_reduce=ranks.reduce_for(rank))
-        optimizers.append(optimizer)
-        locals_.append(params)
-    for step in range(4):
-        for parameter, gradient in zip(dense, gradients(step), strict=True):
-            parameter.grad = gradient
-        reference.step()
-        cut = [gradient.flatten() for gradient in gradients(step)]
-        local_gradients = [[cut[0], cut[1][:2]], [cut[1][2:], cut[2][:5], cut[2][5:], cut[3]], []]
-        for params, given in zip(locals_, local_gradients, strict=True):
-            for parameter, gradient in zip(params, given, strict=True):
-                parameter.grad = gradient.clone()
-        before = [[p.detach().clone() for p in params] for params in locals_]
-        states = [{p: {k: v.clone() for k, v in o.state[p].items()} for p in o.state} for o in optimizers]
-        ranks.total = None
-        for optimizer in optimizers:
+        assert isinstance(optimizer, Lamb)
+        for step in range(4):
+            for parameter, (_, index, cut) in zip(params, held, strict=True):
+                parameter.grad = gradients(step)[index].flatten()[cut].clone()
             optimizer.step()
-        ranks.total = sum(ranks.vectors)
-        assert ranks.total.shape == (2 * len(SHAPES),)
-        for optimizer, params, saved, state in zip(optimizers, locals_, before, states, strict=True):
-            with torch.no_grad():
-                for parameter, value in zip(params, saved, strict=True):
-                    parameter.copy_(value)
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            optimizer.step()
-    assert ranks.num_calls == [8, 8, 8]
-    joined = [torch.cat([p.detach() for p in group]) for group in (
-        [locals_[0][0]], [locals_[0][1], locals_[1][0]], [locals_[1][1], locals_[1][2]], [locals_[1][3]]
-    )]  # fmt: skip
-    for whole, parts in zip(dense, joined, strict=True):
-        torch.testing.assert_close(parts, whole.detach().flatten(), rtol=1e-5, atol=1e-6)
-    expected = reference.get_lamb_coeffs()
-    assert optimizers[1].get_lamb_coeffs() == pytest.approx([expected[1], expected[2], expected[2], expected[3]], rel=1e-5)
+        return params, optimizer.get_lamb_coeffs()
+
+    with ThreadPoolExecutor(len(PIECES)) as pool:
+        results = list(pool.map(train, range(len(PIECES))))
+    assert ranks.num_calls == [4, 4, 4]
+    for held, (params, coefficients) in zip(PIECES, results, strict=True):
+        assert coefficients == pytest.approx([expected[index] for _, index, _ in held], rel=1e-5)
+        for parameter, (_, index, cut) in zip(params, held, strict=True):
+            whole = dense[index].detach().flatten()
+            torch.testing.assert_close(parameter.detach(), whole[cut], rtol=1e-5, atol=1e-6)
 
 
-def test_slices_without_global_positions_are_refused():
+def test_slices_without_global_positions_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     with pytest.raises(EngineError, match="global_index"):
         Lamb([parameter], norm_reduce=lambda vector: vector).step()
 
 
-def test_lion_equals_the_formula():
+def test_lion_equals_the_formula() -> None:
     params = parameters()
     optimizer = Lion(params, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     expected = [p.detach().double().clone() for p in parameters()]

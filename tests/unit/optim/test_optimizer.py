@@ -3,9 +3,11 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
+
 from engine import torch_compat
 from engine.contracts import EngineError
 from engine.optim.client import rebind
@@ -51,11 +53,11 @@ def set_gradients(named: dict[str, torch.nn.Parameter], step: int, factor: float
         parameter.grad = torch.randn(parameter.shape, generator=generator) * factor
 
 
-def groups_of(named: dict[str, torch.nn.Parameter], **options) -> list[dict]:
+def groups_of(named: dict[str, torch.nn.Parameter], **options: Any) -> list[dict[str, Any]]:
     return [{"params": list(named.values()), "names": list(named), **options}]
 
 
-def build(type_name: str, params: dict, named: dict[str, torch.nn.Parameter]) -> EngineOptimizer:
+def build(type_name: str, params: dict[str, Any], named: dict[str, torch.nn.Parameter]) -> EngineOptimizer:
     return build_optimizer(OptimizerPlan(type_name, params), groups_of(named))
 
 
@@ -68,7 +70,7 @@ def equal(left: dict[str, torch.nn.Parameter], right: dict[str, torch.nn.Paramet
 
 @pytest.mark.parametrize(("type_name", "params"), OPTIMIZERS, ids=IDS)
 @pytest.mark.parametrize("factor", [1.0, 0.125, 0.3])
-def test_every_optimizer_equals_the_plain_one(type_name, params, factor):
+def test_every_optimizer_equals_the_plain_one(type_name: str, params: dict[str, Any], factor: float) -> None:
     """Gradients that come multiplied by 1 / factor, and are multiplied by factor in apply(), give the plain update."""
     ours, plain = parameters(type_name), parameters(type_name)
     start = parameters(type_name)
@@ -87,8 +89,10 @@ def test_every_optimizer_equals_the_plain_one(type_name, params, factor):
         assert ours[name].numel() == 0 or not torch.allclose(ours[name], start[name], atol=1e-4)
 
 
-@pytest.mark.parametrize(("type_name", "params"), [case for case in OPTIMIZERS if hasattr(torch.optim, case[0]) and case[0] != "Muon"])
-def test_the_fused_choice_agrees_with_torchs_default_kernels(type_name, params):
+@pytest.mark.parametrize(
+    ("type_name", "params"), [case for case in OPTIMIZERS if hasattr(torch.optim, case[0]) and case[0] != "Muon"]
+)
+def test_the_fused_choice_agrees_with_torchs_default_kernels(type_name: str, params: dict[str, Any]) -> None:
     ours, plain = parameters(type_name), parameters(type_name)
     optimizer = build(type_name, params, ours)
     reference = getattr(torch.optim, type_name)(list(plain.values()), **params)
@@ -102,7 +106,7 @@ def test_the_fused_choice_agrees_with_torchs_default_kernels(type_name, params):
 
 
 @pytest.mark.parametrize("type_name", ["AdamW", "RAdam"])
-def test_gradients_hold_the_multiplied_value_after_the_step(type_name):
+def test_gradients_hold_the_multiplied_value_after_the_step(type_name: str) -> None:
     named = parameters()
     optimizer = build(type_name, {"lr": 0.01}, named)
     set_gradients(named, 0, 4.0)
@@ -114,12 +118,12 @@ def test_gradients_hold_the_multiplied_value_after_the_step(type_name):
     assert not hasattr(optimizer.inner[0], "grad_scale")
 
 
-def test_the_fused_path_is_taken_for_adam_on_this_device():
+def test_the_fused_path_is_taken_for_adam_on_this_device() -> None:
     assert torch_compat.unscales_in_step(build("AdamW", {}, parameters()).inner[0])
     assert not torch_compat.unscales_in_step(build("AdamW", {"foreach": True}, parameters()).inner[0])
 
 
-def test_factor_zero_is_a_step_with_zero_gradients():
+def test_factor_zero_is_a_step_with_zero_gradients() -> None:
     named, start = parameters(), parameters()
     optimizer = build("SGD", {"lr": 0.1}, named)
     set_gradients(named, 0)
@@ -127,7 +131,7 @@ def test_factor_zero_is_a_step_with_zero_gradients():
     assert equal(named, start)
 
 
-def test_a_parameter_without_a_gradient_is_left_alone_and_may_come_later():
+def test_a_parameter_without_a_gradient_is_left_alone_and_may_come_later() -> None:
     ours, plain = parameters(), parameters()
     optimizer = build("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, ours)
     reference = torch.optim.SGD(list(plain.values()), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -144,7 +148,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_may_come_later():
         torch.testing.assert_close(ours[name], plain[name])
 
 
-def test_users_cannot_step_it_or_add_groups():
+def test_users_cannot_step_it_or_add_groups() -> None:
     optimizer = build("AdamW", {}, parameters())
     with pytest.raises(EngineError, match=r"engine\.step\(\)"):
         optimizer.step()
@@ -158,7 +162,7 @@ def test_users_cannot_step_it_or_add_groups():
 # --- being an Optimizer ----------------------------------------------------------------------------------------
 
 
-def test_groups_and_state_are_the_inner_ones():
+def test_groups_and_state_are_the_inner_ones() -> None:
     named = parameters()
     optimizer = build("Muon", {"muon": {"lr": 0.5}, "adam": {"lr": 0.25}}, named)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -172,7 +176,7 @@ def test_groups_and_state_are_the_inner_ones():
     assert "momentum" not in optimizer.defaults
 
 
-def test_loss_scale_and_zero_grad_come_from_the_engine():
+def test_loss_scale_and_zero_grad_come_from_the_engine() -> None:
     named = parameters()
     optimizer = build("AdamW", {}, named)
     assert optimizer.loss_scale == 1.0
@@ -188,7 +192,7 @@ def test_loss_scale_and_zero_grad_come_from_the_engine():
 
 
 @pytest.mark.parametrize("type_name", ["AdamW", "Muon"])
-def test_schedulers_accept_it_without_a_warning(type_name):
+def test_schedulers_accept_it_without_a_warning(type_name: str) -> None:
     named = parameters()
     optimizer = build(type_name, {}, named)
     with warnings.catch_warnings():
@@ -204,7 +208,7 @@ def test_schedulers_accept_it_without_a_warning(type_name):
         assert group["lr"] == own.get_last_lr()[0]
 
 
-def test_users_hooks_run_once_per_applied_step():
+def test_users_hooks_run_once_per_applied_step() -> None:
     named = parameters()
     optimizer = build("AdamW", {}, named)
     calls = []
@@ -217,7 +221,7 @@ def test_users_hooks_run_once_per_applied_step():
     assert calls == ["pre", "post"]
 
 
-def test_duplicate_and_missing_names_are_refused():
+def test_duplicate_and_missing_names_are_refused() -> None:
     parameter = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     with pytest.raises(EngineError, match="w is in the optimizer twice"):
         build_optimizer(OptimizerPlan("SGD"), [{"params": parameter, "names": ["w", "w"]}])
@@ -229,7 +233,7 @@ def test_duplicate_and_missing_names_are_refused():
 
 
 @pytest.mark.parametrize(("type_name", "params"), OPTIMIZERS, ids=IDS)
-def test_initialized_state_changes_nothing(type_name, params):
+def test_initialized_state_changes_nothing(type_name: str, params: dict[str, Any]) -> None:
     """No parameter moves by a bit, and training from there on is what it would have been without it."""
     ours, plain = parameters(type_name), parameters(type_name)
     optimizer, reference = build(type_name, params, ours), build(type_name, params, plain)
@@ -253,7 +257,7 @@ def test_initialized_state_changes_nothing(type_name, params):
 
 @pytest.mark.parametrize(("type_name", "params"), OPTIMIZERS, ids=IDS)
 @pytest.mark.parametrize("route", ["by_name", "state_dict"])
-def test_a_restart_continues_bit_for_bit(type_name, params, route):
+def test_a_restart_continues_bit_for_bit(type_name: str, params: dict[str, Any], route: str) -> None:
     first_run = parameters(type_name)
     first = build(type_name, params, first_run)
     for step in range(3):
@@ -281,7 +285,7 @@ def test_a_restart_continues_bit_for_bit(type_name, params, route):
     assert equal(first_run, second_run)
 
 
-def test_named_state_loads_in_place_and_tells_what_it_could_not_restore():
+def test_named_state_loads_in_place_and_tells_what_it_could_not_restore() -> None:
     named = parameters()
     optimizer = build("AdamW", {"amsgrad": True}, named)
     optimizer.initialize_state(["matrix"])
@@ -301,7 +305,7 @@ def test_named_state_loads_in_place_and_tells_what_it_could_not_restore():
         optimizer.load_named_state({"matrix": {"exp_avg": torch.ones(2, 2)}})
 
 
-def test_group_options_keep_the_layout_and_kernels_of_this_machine():
+def test_group_options_keep_the_layout_and_kernels_of_this_machine() -> None:
     first = build("AdamW", {"lr": 0.1, "foreach": True}, parameters())
     second = build("AdamW", {"lr": 0.2}, parameters())
     fused, names = second.param_groups[0]["fused"], second.param_groups[0]["param_names"]
@@ -314,9 +318,9 @@ def test_group_options_keep_the_layout_and_kernels_of_this_machine():
         second.load_group_options([{}, {}])
 
 
-def test_bound_state_dicts_win():
+def test_bound_state_dicts_win() -> None:
     optimizer = build("AdamW", {}, parameters())
-    loaded = []
+    loaded: list[dict[str, Any]] = []
     optimizer.bind(state_dict=lambda: {"whole": 1}, load_state_dict=loaded.append)
     assert optimizer.state_dict() == {"whole": 1}
     optimizer.load_state_dict({"whole": 2})
@@ -335,7 +339,7 @@ def shards_of(named: dict[str, torch.nn.Parameter]) -> dict[torch.nn.Parameter, 
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-def test_a_client_optimizer_steps_on_shards_with_its_own_options(cls):
+def test_a_client_optimizer_steps_on_shards_with_its_own_options(cls: Any) -> None:
     model = parameters()
     client = cls([{"params": [model["matrix"]], "lr": 0.5}, {"params": [model["linear.weight"], model["linear.bias"]]}])
     schedule = torch.optim.lr_scheduler.ExponentialLR(client, gamma=0.5)
@@ -351,7 +355,9 @@ def test_a_client_optimizer_steps_on_shards_with_its_own_options(cls):
             set_gradients(whole, step)
             for name in ("matrix", "linear.weight"):
                 ((_, shard),) = shards[model[name]]
-                shard.grad = whole[name].grad.flatten()[: shard.numel()].clone() * 4.0
+                gradient = whole[name].grad
+                assert gradient is not None
+                shard.grad = gradient.flatten()[: shard.numel()].clone() * 4.0
             optimizer.apply(0.25)
             schedule.step()
             reference.step()
@@ -362,7 +368,7 @@ def test_a_client_optimizer_steps_on_shards_with_its_own_options(cls):
         torch.testing.assert_close(shard.detach(), whole[name].detach().flatten()[: shard.numel()])
 
 
-def test_client_optimizers_that_cannot_work_are_refused_and_left_alone():
+def test_client_optimizers_that_cannot_work_are_refused_and_left_alone() -> None:
     model = parameters()
     stepped = torch.optim.AdamW(model.values())
     set_gradients(model, 0)
