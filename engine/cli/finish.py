@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.contracts import StepReport
 from engine.data.sources import bigram_entropy
 from engine.device import peak_memory_bytes
 from engine.watch import Summary
-from engine.watch.summary import write_json
+from engine.watch.metrics_file import last_metrics
+from engine.watch.summary import Counters, write_json
 
 
 def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> None:
@@ -26,9 +28,13 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
     sample = sample_text(model_engine, config.training.sample_length, config.seed) if corpus.is_text else None
     if mesh.rank != 0:
         return
+    done = model_engine
+    counters = Counters(done.global_steps, done.skipped_steps, done.global_samples, done.global_tokens)
     built = summary.build(
         world_size=mesh.world_size,
         config_hash=config.hash(),
+        counters=counters,
+        train_loss=last_train_loss(model_engine.last_report, output),
         bigram_entropy=bigram_entropy(corpus.validation.tokens),
         peak_memory_bytes_per_rank=peaks,
     )
@@ -37,6 +43,14 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
     print(f"written to {output}: summary.json, metrics.jsonl, config.resolved.json, checkpoints")
     if sample is not None:
         print(f"a sample of {len(sample)} characters:\n{sample}", flush=True)
+
+
+def last_train_loss(report: StepReport | None, output: Path) -> float | None:
+    """Of the last step; a run that was stopped after its last step and resumed has it only in its metrics."""
+    if report is not None:
+        return report.loss
+    last = last_metrics(output / "metrics.jsonl")
+    return last["loss"] if last is not None else None
 
 
 def final_line(summary: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
 
 
 def imagined_world(config: Config, size: int, how: str) -> World:
-    """A world to plan for without asking torch what this machine has: the device that the config names, else the CPU."""
+    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
     device = "cpu" if config.device == "auto" else config.device
     return World(size=size, local_size=size, device=device, device_count=0, how=how)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_can_train(config: Config) -> None:
     """What `initialize()` from Python does not need and a run from the command line does."""
     where = config.source or "the config"
-    if config.model.target is None:
+    if config.model is None or config.model.target is None:
         raise EngineError(f'{where}: model.target is missing; it says what to build, e.g. "model.py:GPT"')
     if config.training.steps is None and config.training.num_epochs is None:
         raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
@@ -96,6 +97,9 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
     from engine.launch.signals import end_with_launcher
 
     end_with_launcher()
+    level = options.config.log_level or "warning"
+    logging.basicConfig(format="ptrain: %(message)s")
+    logging.getLogger("engine").setLevel(level.upper())
     with StopRequest() as stop:
         if environment.rank == 0:
             print(plan.render(), flush=True)
@@ -115,6 +119,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
 
     config, first = options.config, environment.rank == 0
     base = Path(config.source).resolve().parent if config.source else Path.cwd()
+    assert config.model is not None
     target = load_target(str(config.model.target), base)
     arguments = bind_arguments(target, config.model.args)
     corpus = open_text(
