@@ -114,8 +114,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
     from engine.data.sources import open_text
-    from engine.watch import Summary, build_watchers
-    from engine.watch.summary import write_json
+    from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
     base = Path(config.source).resolve().parent if config.source else Path.cwd()
@@ -130,25 +129,22 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     )
     # Every rank builds the same model.
     torch.manual_seed(config.seed)
-    model_engine, *_ = engine.initialize(
-        model=build_model(target, config.model.args), config=config, training_data=corpus.train
-    )
-    watchers = build_watchers(model_engine.plan, options.output, environment.rank, environment.world_size)
+    model = build_model(target, config.model.args)
+    model_engine, *_ = engine.initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
-    watchers.append(summary)
-    model_engine.watchers = watchers
-    watchers.on_start(model_engine.plan)
+    summary.on_start(model_engine.plan)
+    model_engine.watchers.append(summary)
     if first:
         write_json(options.output / "config.resolved.json", config.resolved())
     try:
         resume(model_engine, options, say=first)
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
-        watchers.close()
+        model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
     finally:
-        watchers.close()
+        model_engine.watchers.close()
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
     model_engine.destroy()
     return code
