@@ -30,6 +30,8 @@ __all__ = [
     "EngineError",
     "ForwardBackward",
     "LossSum",
+    "NoCurriculum",
+    "NoSchedule",
     "OnLayoutChange",
     "Precision",
     "Reduction",
@@ -216,10 +218,23 @@ class Schedule(Protocol):
     def step(self) -> None: ...
 
 
+class NoSchedule:
+    """The neutral element."""
+
+    def step(self) -> None: ...
+
+
 class Curriculum(Protocol):
     """What the model sees of a batch. Neutral element: all of it."""
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
+
+class NoCurriculum:
+    """The neutral element."""
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
 
 
 class ForwardBackward(Protocol):

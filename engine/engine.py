@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.tree import StateTree
 from engine.collectives.agreement import Agreement
 from engine.contracts import (
     Clipping,
     Curriculum,
     EngineError,
     LossSum,
+    OnLayoutChange,
     Precision,
     Reduction,
+    SavedLayout,
     Schedule,
     StepReport,
-    Watcher,
 )
-from engine.checkpoint.tree import StateTree
 from engine.data.batch import count_tokens, describe, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.mesh import Mesh
@@ -38,6 +39,7 @@ from engine.parameters import ParameterRegistry
 from engine.plan import Plan
 from engine.random import stream_seed
 from engine.surface import Surface
+from engine.watch import WatcherList
 from engine.watch.health import Health
 
 log = logging.getLogger("engine")
@@ -69,6 +71,26 @@ class Window:
     started: float = field(default_factory=time.perf_counter)
 
 
+class Counters:
+    """The engine's counters as a part of its state."""
+
+    name = "run"
+    on_layout_change: OnLayoutChange = "reshard"
+    NAMES = ("global_steps", "global_samples", "global_tokens", "micro_steps", "skipped_steps")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self._engine, name) for name in self.NAMES}
+
+    def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
+        for name in self.NAMES:
+            setattr(self._engine, name, state[name])
+        # a save inside a window has nothing of it, and another layout may have other windows
+        self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()
+
+
 class Engine(Surface):
     """A model that trains as its config says. Made by `engine.initialize`; unknown attributes are the model's own."""
 
@@ -82,7 +104,7 @@ class Engine(Surface):
         *,
         compute_dtype: torch.dtype | None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-        watchers: Watcher,
+        watchers: WatcherList,
         state: StateTree,
         training_dataloader: Any = None,
         lr_scheduler: Any = None,
@@ -103,7 +125,7 @@ class Engine(Surface):
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
-        state.add_counters(self)
+        state.add(Counters(self))
         watchers.on_start(plan)
 
     # --- one window ------------------------------------------------------------------------------------------

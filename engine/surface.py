@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
+from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
 from engine.contracts import StepReport
 from engine.mesh import Mesh
@@ -89,7 +90,8 @@ class Surface:
 
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
-        self._state.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest, exclude_frozen_parameters)
+        tag = tag or default_tag(self.global_steps)
+        self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -100,17 +102,22 @@ class Surface:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        override_batch: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what `save_checkpoint` wrote, under this or any other layout. Returns ``(path, client_state)``.
 
-        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError.
+        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and so
+        does one trained with another global batch unless ``override_batch``.
         """
-        parts = {
-            "optimizer": load_optimizer_states and not load_module_only,
-            "lr_scheduler": load_lr_scheduler_states and not load_module_only,
-            "run": not load_module_only,
-        }
-        result = self._state.load(load_dir, tag, strict=load_module_strict, parts=parts)
+        result = self._state.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            lr_scheduler=load_lr_scheduler_states and not load_module_only,
+            run=not load_module_only,
+            override_batch=override_batch,
+        )
         if result[0] is not None:
             self.roles.reduction.publish()
             self._forget_window()

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -40,12 +42,17 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+import torch.distributed as dist
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0
 GRACE_SECONDS = 5.0
 """How long the other ranks may still take after one has failed, before they are killed."""
 STACK_SECONDS = 0.5
 """How long a silent rank gets to write its stack down."""
+RELEASE = b"leave the process group"
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
@@ -55,16 +62,14 @@ class RankFailed(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """What a rank is asked to do. ``search_path`` is the parent's: pytest adds folders to it as it goes.
-
-    The arguments follow in a message of their own, since reading them may need modules from that path.
-    """
+    """What a rank is asked to do. ``search_path`` is the parent's: unpickling the arguments may need it."""
 
     world_size: int
     store: str
     timeout_seconds: float
     search_path: tuple[str, ...]
     name: str
+    arguments: bytes
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,6 @@ class _Raised:
     pickled: bytes | None
     summary: str
     trace: str
-
-
-# --- in the parent -----------------------------------------------------------------------------------------
 
 
 class _Rank:
@@ -103,10 +105,9 @@ class _Rank:
         lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]
         return "\n".join(["", "its last output:", *lines]) if lines else ""
 
-    def release(self) -> None:
-        """Let the rank leave the process group of the call it has answered."""
-        with contextlib.suppress(OSError):  # a rank that died meanwhile is found by the next run
-            self.connection.send_bytes(b"release")
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # a rank that has died is found where its answer is read
+            self.connection.send_bytes(message)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -123,24 +124,18 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._lifeline, self._lifeline_of_parent = os.pipe()
         self._num_runs = 0
-        self._closed = False
         atexit.register(self.shutdown)
 
     def __call__(self, world_size: int) -> RankPool:
         return RankPool(self, world_size)
 
     def start(self, world_size: int) -> list[_Rank]:
-        """The first ``world_size`` ranks, alive and with torch imported.
-
-        Raises RankFailed when a rank does not come up.
-        """
+        """The first ``world_size`` ranks, alive and with torch imported. Raises RankFailed when one does not start."""
         new = []
         for index in range(world_size):
-            rank = self._living.get(index)
-            if rank is not None and rank.process.poll() is not None:
-                rank.kill()
-                rank = None
-            if rank is None:
+            if index in self._living and self._living[index].process.poll() is not None:
+                self._living.pop(index).kill()
+            if index not in self._living:
                 self._living[index] = _Rank(index, self._lifeline, Path(self._folder.name) / f"rank{index}.log")
                 new.append(self._living[index])
         for rank in new:
@@ -162,15 +157,11 @@ class Ranks:
     def kill(self, world_size: int) -> None:
         """End the first ``world_size`` ranks; the next run starts new ones."""
         for index in range(world_size):
-            rank = self._living.pop(index, None)
-            if rank is not None:
-                rank.kill()
+            if index in self._living:
+                self._living.pop(index).kill()
 
     def shutdown(self) -> None:
-        """End every rank and remove what they left. Called at exit; may be called twice."""
-        if self._closed:
-            return
-        self._closed = True
+        """End every rank and remove what they left. Called at exit where nobody calls it before."""
         atexit.unregister(self.shutdown)
         self.kill(max(self._living, default=-1) + 1)
         os.close(self._lifeline)
@@ -192,22 +183,20 @@ class RankPool:
         dies or is not done after ``timeout`` seconds (its stack is in the message), or when the exception cannot be
         pickled; TypeError when ``function`` cannot be found by name.
         """
-        name = _name_of(function)
-        arguments = pickle.dumps((args, kwargs))
+        name, arguments = _name_of(function), pickle.dumps((args, kwargs))
         ranks = self.ranks.start(self.world_size)
         store = self.ranks.new_store()
-        call = pickle.dumps(_Call(self.world_size, str(store), timeout, tuple(sys.path), name))
+        call = pickle.dumps(_Call(self.world_size, str(store), timeout, tuple(sys.path), name, arguments))
         for rank in ranks:
-            with contextlib.suppress(OSError):  # a rank that died meanwhile is found where its answer is read
-                rank.connection.send_bytes(call)
-                rank.connection.send_bytes(arguments)
+            rank.send(call)
         try:
             replies, dead = self._collect(ranks, timeout)
-        except BaseException:
+        except BaseException:  # an impatient user: the ranks are in the middle of something
             self.ranks.kill(self.world_size)
             raise
         store.unlink(missing_ok=True)
-        lost = self._end_silent_world(ranks, replies, dead, timeout) if len(replies) < self.world_size else ""
+        silent = [rank for rank in ranks if rank.index not in replies]
+        lost = self._end_world(silent, dead, timeout) if silent else ""
         if dead:
             raise RankFailed(lost)
         for index, reply in replies.items():
@@ -237,27 +226,20 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    reply = replies[rank.index] = pickle.loads(rank.connection.recv_bytes())
-                    if isinstance(reply, _Raised):
-                        rank.release()
+                    replies[rank.index] = pickle.loads(rank.connection.recv_bytes())
                 except (EOFError, OSError):
                     dead.append(rank)
-                if rank in dead or isinstance(reply, _Raised):
+                if rank in dead or isinstance(replies[rank.index], _Raised):
+                    rank.send(RELEASE)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if not waiting and not dead:
-            for rank in ranks:
-                if not isinstance(replies[rank.index], _Raised):
-                    rank.release()
+        for rank in ranks:
+            if not waiting and not isinstance(replies.get(rank.index), _Raised):
+                rank.send(RELEASE)
         return replies, dead
 
-    def _end_silent_world(
-        self, ranks: list[_Rank], replies: Mapping[int, Any], dead: list[_Rank], timeout: float
-    ) -> str:
-        """Kill a world that lost ranks; the next run starts a new one. Returns what became of them.
-
-        Only the dead are named where there are some: their peers' silence is the effect.
-        """
-        missing = dead or [rank for rank in ranks if rank.index not in replies]
+    def _end_world(self, silent: list[_Rank], dead: list[_Rank], timeout: float) -> str:
+        """Kill a world that lost ranks and say what became of them; the next run starts a new one."""
+        missing = dead or silent  # where some are dead, the silence of the others is the effect
         if not dead:
             for rank in missing:
                 rank.process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks to the log
@@ -292,12 +274,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment for ranks: one thread each, loopback only, the repository importable."""
-    search_path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "PYTHONPATH": os.pathsep.join(search_path),
-    }
+    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "PYTHONPATH": search_path}
     return {**os.environ, **ours, **extra}
 
 
@@ -314,16 +292,8 @@ def launch_script(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     command += [os.fspath(part) for part in argv]
-    process = subprocess.Popen(
-        command,
-        env=_environment(env or {}),
-        cwd=cwd,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=_environment(env or {}), cwd=cwd, text=True, **streams)
     try:
         output, errors = process.communicate(timeout=timeout)
     except BaseException:
@@ -338,9 +308,6 @@ def launch_script(
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-# --- in a rank ---------------------------------------------------------------------------------------------
-
-
 def _die_with_parent(lifeline: int) -> None:
     """End this process group as soon as the parent's end of the pipe closes, whatever this rank is doing."""
 
@@ -353,8 +320,6 @@ def _die_with_parent(lifeline: int) -> None:
 
 @contextlib.contextmanager
 def _process_group(call: _Call) -> Iterator[None]:
-    import torch.distributed as dist
-
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(call.world_size)
     dist.init_process_group(
         "gloo",
@@ -369,14 +334,14 @@ def _process_group(call: _Call) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _answer(call: _Call, arguments: bytes) -> bytes:
+def _answer(call: _Call) -> bytes:
     try:
         sys.path.extend(path for path in call.search_path if path not in sys.path)
         module, _, qualname = call.name.partition(":")
         function: Any = importlib.import_module(module)
         for part in qualname.split("."):
             function = getattr(function, part)
-        args, kwargs = pickle.loads(arguments)
+        args, kwargs = pickle.loads(call.arguments)
         _seed_everything()
         return pickle.dumps(function(*args, **kwargs))
     except BaseException as exception:
@@ -384,11 +349,6 @@ def _answer(call: _Call, arguments: bytes) -> bytes:
 
 
 def _seed_everything() -> None:
-    import random
-
-    import numpy
-    import torch
-
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -408,23 +368,16 @@ def _serve(connection: Connection) -> None:
     """Answer calls until the parent hangs up. A rank that cannot join its process group ends."""
     while True:
         call: _Call = pickle.loads(connection.recv_bytes())
-        arguments = connection.recv_bytes()
         with _process_group(call):
-            connection.send_bytes(_answer(call, arguments))
-            connection.recv_bytes()  # the parent says when the group may go
+            connection.send_bytes(_answer(call))
+            connection.recv_bytes()  # RELEASE
 
 
 def serve_parent() -> None:
     """A rank's whole life. Reads its two descriptors from the command line."""
-    import faulthandler
-
     channel, lifeline = map(int, sys.argv[1:])
     _die_with_parent(lifeline)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-    import torch
-    import torch.distributed
-
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     with Connection(channel) as connection:
         connection.send_bytes(b"ready")

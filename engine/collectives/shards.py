@@ -102,6 +102,11 @@ class ShardGroup:
         self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
         return _Works([dist.all_reduce(flat, group=self.group, async_op=True)])
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor``, summed over the ranks in place."""
+        self.all_reduce(tensor).wait()
+        return tensor
+
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the first rank's values."""
         if self.group is not None and self.size > 1:

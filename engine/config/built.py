@@ -1,6 +1,7 @@
 """What this engine does not have yet: JSON path -> whether a config switches it on.
 
-One line per feature. Building a feature ends with deleting its line. Such a config is valid, and `train` refuses it by name.
+One line per feature. Building a feature ends with deleting its line. Such a config is valid, and `train` refuses it
+by name.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "pipeline.activation_checkpoint_interval": (
         lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0
     ),
-    "tensor_parallel.autotp_size": lambda config: config.tensor_parallel is not None and config.tensor_parallel.autotp_size > 1,
+    "tensor_parallel.autotp_size": lambda config: (
+        config.tensor_parallel is not None and config.tensor_parallel.autotp_size > 1
+    ),
     "sequence_parallel_size": lambda config: config.sequence_parallel_size > 1,
     "parallel.context_parallel": lambda config: config.parallel.context_parallel > 1,
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
@@ -90,8 +93,10 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     ),
     "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
     "sparse_attention": lambda config: config.sparse_attention is not None,
-    "compression_training": lambda config: config.compression_training is not None
-    and any(_technique(settings) for _, settings in config.compression_training),
+    "compression_training": lambda config: (
+        config.compression_training is not None
+        and any(_technique(settings) for _, settings in config.compression_training)
+    ),
     "compile.deepcompile": lambda config: config.compile is not None and config.compile.deepcompile,
     "elasticity.enabled": lambda config: _on(config.elasticity),
     "comet.enabled": lambda config: config.comet.enabled,

@@ -9,10 +9,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from engine.config.config import Config
-from engine.config.fields import allowed, members, section_of
+from engine.config.fields import allowed, choices, members, section_of
 from engine.config.messages import Problem, show
-from engine.config.places import Path, Places, join_path
+from engine.config.places import Path, Places, join_path, step
 from engine.config.sections.base import Section
+from engine.config.suggest import nearest
 
 
 def validate(tree: dict[str, Any], places: Places) -> tuple[Config, list[Problem]]:
@@ -35,11 +36,11 @@ def _places_of(error: ValidationError, tree: dict[str, Any]) -> dict[Path, Any]:
         node: Any = tree
         path: Path = ()
         for part in detail["loc"]:
-            if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int) and part < len(node)):
-                node = node[part]
-                path = (*path, part)
-            else:
+            try:
+                node = step(node, part)
+            except LookupError:
                 break
+            path = (*path, part)
         wrong[path] = node
     shortest = sorted(wrong, key=len)
     return {path: wrong[path] for path in shortest if not any(path[:end] in wrong for end in range(1, len(path)))}
@@ -77,9 +78,16 @@ def _problem(path: Path, value: Any, places: Places) -> Problem:
     words = allowed(at[1]) if at else "an object"
     shown = show(value, 40)
     return Problem(
-        join_path(places.written(path)), f"{shown} is not allowed here", "value", file, line, column, value, words,
+        join_path(places.written(path)),
+        f"{shown} is not allowed here",
+        "value",
+        file,
+        line,
+        column,
+        value,
+        words,
         _repair(value, at[1] if at else None),
-    )  # fmt: skip
+    )
 
 
 def _repair(value: Any, info: FieldInfo | None) -> str:
@@ -87,7 +95,12 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
         return ""
     kinds = members(info.annotation)
     section = section_of(info.annotation)
-    if section is not None and issubclass(section, Section) and section.shorthand and not isinstance(value, dict | list | str):
+    if (
+        section is not None
+        and issubclass(section, Section)
+        and section.shorthand
+        and not isinstance(value, dict | list | str)
+    ):
         if value is None:
             return "leave the key out"
         return f'write {{"{section.shorthand}": {show(value)}}}'
@@ -96,11 +109,8 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
     if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():
         return "is this an unfilled placeholder?"
     if isinstance(value, float) and int in kinds and float not in kinds:
-        return f"write {round(value)}?"
+        return "only a whole number can be meant"
     if isinstance(value, str):
-        from engine.config.fields import choices
-        from engine.config.suggest import nearest
-
         near = nearest(value, [option for option in choices(info.annotation) if isinstance(option, str)])
         return f'did you mean "{near}"?' if near else ""
     return ""
@@ -118,12 +128,14 @@ def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
             file, line, column = places.of_value(parts)
             problems.append(
                 Problem(written, fault.message, "conflict", file, line, column, None, fault.allowed, fault.repair)
-            )  # fmt: skip
+            )
     return problems
 
 
 def _covers(name: str, path: str) -> bool:
-    return bool(name) and (path == name or path.startswith((name + ".", name + "[")) or name.startswith((path + ".", path + "[")))
+    return bool(name) and (
+        path == name or path.startswith((name + ".", name + "[")) or name.startswith((path + ".", path + "["))
+    )
 
 
 def _sections(value: Any, path: Path) -> Iterator[tuple[Path, Section]]:

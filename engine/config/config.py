@@ -1,7 +1,5 @@
 """`Config`: the whole file, typed and frozen. Attributes are the JSON keys; defaults are DeepSpeed's."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -11,10 +9,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from engine.config.messages import Note
-from engine.config.places import Path, Places, parse_path
-from engine.config.sections.base import Section
+from engine.config.places import Path, Places, parse_path, step
+from engine.config.sections.base import Section, nested
 from engine.config.sections.checkpoint import CheckpointSection
-from engine.config.sections.efficiency import CurriculumLearningSection, DataEfficiencySection, ProgressiveLayerDropSection
+from engine.config.sections.efficiency import (
+    CurriculumLearningSection,
+    DataEfficiencySection,
+    ProgressiveLayerDropSection,
+)
 from engine.config.sections.monitor import (
     CometSection,
     CommsLoggerSection,
@@ -33,7 +35,14 @@ from engine.config.sections.other import (
     SparseAttentionSection,
 )
 from engine.config.sections.parallel import ExpertParallelSection, PipelineSection, TensorParallelSection
-from engine.config.sections.precision import AmpSection, Bf16Section, DataTypesSection, DtypeName, Fp16Section, TorchAutocastSection
+from engine.config.sections.precision import (
+    AmpSection,
+    Bf16Section,
+    DataTypesSection,
+    DtypeName,
+    Fp16Section,
+    TorchAutocastSection,
+)
 from engine.config.sections.run import DataSection, ModelSection, ParallelSection, TrainingSection
 from engine.config.sections.zero import AioSection, ZeroSection
 
@@ -56,9 +65,16 @@ class Config(Section):
     """One training configuration. Made by `engine.config.load_config`; equal to its JSON one to one."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
-    free_keys: ClassVar[frozenset[str]] = frozenset({
-        "nebula", "datastates_ckpt", "autotuning", "eigenvalue", "weight_quantization", "hybrid_engine",
-    })  # fmt: skip
+    free_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "nebula",
+            "datastates_ckpt",
+            "autotuning",
+            "eigenvalue",
+            "weight_quantization",
+            "hybrid_engine",
+        }
+    )
 
     # batch
     train_batch_size: int | None = Field(None, ge=1, description="Samples per optimizer step, over all ranks.")
@@ -76,20 +92,26 @@ class Config(Section):
     gradient_clipping: float = Field(
         1.0, ge=0, description="Largest global L2 norm of the gradients; 0: no clipping. Clipping is on by default."
     )
-    zero_allow_untested_optimizer: bool = Field(False, description="DeepSpeed's guard; every optimizer here is allowed.")
+    zero_allow_untested_optimizer: bool = Field(
+        False, description="DeepSpeed's guard; every optimizer here is allowed."
+    )
     zero_force_ds_cpu_optimizer: bool = Field(True, description="Offloading needs DeepSpeed's own CPU optimizer.")
 
     # precision
-    fp16: Fp16Section = Field(default_factory=Fp16Section, description="Half precision with loss scaling.")
-    bf16: Bf16Section = Field(default_factory=Bf16Section, description="bfloat16 compute.")
-    torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection, description="torch.autocast.")
-    amp: AmpSection = Field(default_factory=AmpSection, description="Apex AMP.")
-    data_types: DataTypesSection = Field(default_factory=DataTypesSection, description="Other dtypes.")
+    fp16: Fp16Section = nested(Fp16Section, "Half precision with loss scaling.")
+    bf16: Bf16Section = nested(Bf16Section, "bfloat16 compute.")
+    torch_autocast: TorchAutocastSection = nested(TorchAutocastSection, "torch.autocast.")
+    amp: AmpSection = nested(AmpSection, "Apex AMP.")
+    data_types: DataTypesSection = nested(DataTypesSection, "Other dtypes.")
 
     # communication
-    communication_data_type: DtypeName | None = Field(None, description="Dtype of gradient reduction; null: see the plan.")
+    communication_data_type: DtypeName | None = Field(
+        None, description="Dtype of gradient reduction; null: see the plan."
+    )
     seq_parallel_communication_data_type: DtypeName = Field("fp32", description="The same under sequence parallelism.")
-    prescale_gradients: bool = Field(False, description="Divide by the number of ranks before the reduction, not after.")
+    prescale_gradients: bool = Field(
+        False, description="Divide by the number of ranks before the reduction, not after."
+    )
     gradient_predivide_factor: float = Field(1.0, gt=0, description="Part of that division that happens before.")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="sum: gradients are not averaged.")
     sparse_gradients: bool = Field(False, description="Reduce embedding gradients as sparse tensors.")
@@ -97,8 +119,8 @@ class Config(Section):
     graph_harvesting: bool = Field(False, description="CUDA graphs in DeepSpeed's bf16 optimizer; no effect here.")
 
     # sharding and parallelism
-    zero_optimization: ZeroSection = Field(default_factory=ZeroSection, description="ZeRO.")
-    aio: AioSection = Field(default_factory=AioSection, description="Disk access.")
+    zero_optimization: ZeroSection = nested(ZeroSection, "ZeRO.")
+    aio: AioSection = nested(AioSection, "Disk access.")
     activation_checkpointing: ActivationCheckpointingSection | None = Field(None, description="Recomputation.")
     pipeline: PipelineSection | None = Field(None, description="Pipeline parallelism.")
     tensor_parallel: TensorParallelSection | None = Field(None, description="Tensor parallelism.")
@@ -106,7 +128,7 @@ class Config(Section):
     data_parallel_size: int | None = Field(None, ge=1, description="Ranks that hold different samples.")
     expert_parallel: ExpertParallelSection | None = Field(None, description="Expert parallelism.")
     use_data_before_expert_parallelism: bool = Field(False, description="Rank order: data before experts.")
-    parallel: ParallelSection = Field(default_factory=ParallelSection, description="Placement of ranks, context parallelism.")
+    parallel: ParallelSection = nested(ParallelSection, "Placement of ranks, context parallelism.")
 
     # data and layers
     curriculum_learning: CurriculumLearningSection | None = Field(None, description="Curriculum by sequence length.")
@@ -118,21 +140,23 @@ class Config(Section):
     elasticity: ElasticitySection | None = Field(None, description="Batch sizes for changing world sizes.")
 
     # watching
-    tensorboard: TensorboardSection = Field(default_factory=TensorboardSection, description="TensorBoard.")
-    wandb: WandbSection = Field(default_factory=WandbSection, description="Weights & Biases.")
-    csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection, description="CSV files.")
-    comet: CometSection = Field(default_factory=CometSection, description="Comet.")
-    steps_per_print: int | None = Field(None, ge=1, description="Steps between printed lines; null: DeepSpeed prints none.")
+    tensorboard: TensorboardSection = nested(TensorboardSection, "TensorBoard.")
+    wandb: WandbSection = nested(WandbSection, "Weights & Biases.")
+    csv_monitor: CsvMonitorSection = nested(CsvMonitorSection, "CSV files.")
+    comet: CometSection = nested(CometSection, "Comet.")
+    steps_per_print: int | None = Field(
+        None, ge=1, description="Steps between printed lines; null: DeepSpeed prints none."
+    )
     wall_clock_breakdown: bool = Field(False, description="Time forward, backward and step.")
     memory_breakdown: bool = Field(False, description="Report memory around forward and backward.")
     dump_state: bool = Field(False, description="Print the engine's state after it is built.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(None, description="Log level.")
-    timers: TimersSection = Field(default_factory=TimersSection, description="Timers.")
-    flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection, description="FLOPS of one step.")
+    timers: TimersSection = nested(TimersSection, "Timers.")
+    flops_profiler: FlopsProfilerSection = nested(FlopsProfilerSection, "FLOPS of one step.")
     comms_logger: CommsLoggerSection | None = Field(None, description="Log of collectives.")
 
     # state
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Checkpoints.")
+    checkpoint: CheckpointSection = nested(CheckpointSection, "Checkpoints.")
 
     # DeepSpeed's own services and its inference side
     nebula: dict[str, Any] | None = Field(None, description="Azure's checkpoint service.")
@@ -144,8 +168,8 @@ class Config(Section):
 
     # this engine's own
     model: ModelSection | None = Field(None, description="What to build.")
-    data: DataSection = Field(default_factory=DataSection, description="What to train on.")
-    training: TrainingSection = Field(default_factory=TrainingSection, description="How long to train.")
+    data: DataSection = nested(DataSection, "What to train on.")
+    training: TrainingSection = nested(TrainingSection, "How long to train.")
     seed: int = Field(1234, ge=0, description="Seed of everything random.")
     strict: bool = Field(True, description="false: unknown keys are notes, not errors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
@@ -173,6 +197,13 @@ class Config(Section):
     def autos(self) -> frozenset[str]:
         """Paths whose value was "auto" and that nobody supplied; the typed field holds its default."""
         return self._provenance.autos
+
+    @property
+    def needs_values(self) -> tuple[str, ...]:
+        """Those of `autos` that nothing resolves here; training cannot start without them."""
+        from engine.config.auto import needs_values
+
+        return needs_values(self)
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -212,10 +243,8 @@ class Config(Section):
 
 def _contains(tree: Any, path: Path) -> bool:
     for part in path:
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and isinstance(part, int) and 0 <= part < len(tree):
-            tree = tree[part]
-        else:
+        try:
+            tree = step(tree, part)
+        except LookupError:
             return False
     return True

@@ -1,6 +1,7 @@
 """Older and stray spellings: what each means today, and the note that is printed.
 
-`ALIASES` (aliases.py) says which paths name the same key; here stand the keys that mean nothing any more, and those whose value
+`ALIASES` (aliases.py) says which paths name the same key; here stand the keys that mean nothing any more, and those
+whose value
 changes with the spelling. Works on plain JSON before anything is typed.
 """
 
@@ -115,9 +116,12 @@ def _rename(translation: Translation, old: Path, new: Path) -> None:
             line = translation.places.of_key(new)[1]
             where = f" on line {line}" if line else ""
             translation.problem(
-                old, f"is {show(value, 30)}, and {join_path(new)}, which is the same key, is {show(other, 30)}{where}",
-                "conflict", found=value, repair="keep one of them",
-            )  # fmt: skip
+                old,
+                f"is {show(value, 30)}, and {join_path(new)}, which is the same key, is {show(other, 30)}{where}",
+                "conflict",
+                found=value,
+                repair="keep one of them",
+            )
         return
     translation.pop(old)
     translation.put(new, value, old)
@@ -153,14 +157,25 @@ def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
         value = translation.pop(old_path)
         switch = truth(value)
         if value is not None and switch is None:
-            translation.problem(old_path, f"is {show(value)}", "type", found=value, allowed="true or false",
-                                repair=f'better, write "{new}": {{"device": "cpu"}}')  # fmt: skip
+            translation.problem(
+                old_path,
+                f"is {show(value)}",
+                "type",
+                found=value,
+                allowed="true or false",
+                repair=f'better, write "{new}": {{"device": "cpu"}}',
+            )
             return
         section = translation.get(new_path)
         device = section.get("device") if isinstance(section, dict) else None
         if switch and device not in (None, "cpu"):
-            translation.problem(old_path, f'is true, and {new}.device is {show(device)}', "conflict", found=value,
-                                repair=f"delete {old}, which is deprecated")  # fmt: skip
+            translation.problem(
+                old_path,
+                f"is true, and {new}.device is {show(device)}",
+                "conflict",
+                found=value,
+                repair=f"delete {old}, which is deprecated",
+            )
         elif switch:
             translation.put((*new_path, "device"), "cpu", old_path)
             translation.note(old_path, f'deprecated; read as {new}.device = "cpu"')

@@ -1,4 +1,5 @@
-"""`load_config`: from a path, a dict or a `Config` to a typed `Config`, or one `ConfigError` with everything that is wrong."""
+"""`load_config`: from a path, a dict or a `Config` to a typed `Config`, or one `ConfigError` with everything that is
+wrong."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from typing import Any
 
 from engine.config.checks import faults, validate
 from engine.config.config import Config, Provenance
-from engine.config.dialect import Translation, translate
+from engine.config.dialect import Translation, translate, truth
 from engine.config.messages import ConfigError, Note, Problem, show
 from engine.config.places import Path, Places, join_path, parse_path
 from engine.config.plain import plain
 from engine.config.reader import MAX_BYTES, Document, read_text
+from engine.config.remarks import remarks
 from engine.config.walk import Walk
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -24,7 +26,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 @dataclass(frozen=True)
 class Examination:
-    """What became of a source. ``config`` is there whenever it could be typed at all, with wrong values at their defaults;
+    """What became of a source. ``config`` is there whenever it could be typed at all, with wrong values at their
+    defaults;
     use it only to look for further problems when ``problems`` is not empty."""
 
     config: Config | None
@@ -39,7 +42,8 @@ def load_config(
 
     Args:
         source: a JSON file, a dict (which is not changed), or a `Config`.
-        overrides: ``["zero_optimization.stage=2"]`` (the value is JSON where it parses, else text) or a mapping from path to
+        overrides: ``["zero_optimization.stage=2"]`` (the value is JSON where it parses, else text) or a mapping from
+        path to
             value. Sections are created.
         auto: values for keys that say "auto", by path or as nested dicts; others are not touched.
         lenient: unknown keys become notes, as with ``"strict": false``.
@@ -65,7 +69,9 @@ def examine(
         return Examination(None, _sorted(problems), tuple(translation.notes))
     tree = translation.tree
     strict = tree.get("strict", True)
-    walk = Walk(document.places, lenient or strict is False or strict == "false", _flatten(auto or {}, document.places))
+    supply, wrong = plain(auto or {})
+    problems += wrong
+    walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply, document.places))
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems
     config, wrong = validate(typed, document.places)
@@ -74,15 +80,20 @@ def examine(
     problems += faults(config, document.places, unclear)
     raw = _merge_back(tree, config, walk)
     notes = (*translation.notes, *walk.notes, *_integer_note(walk))
-    config._provenance = Provenance(
+    provenance = Provenance(
         source=document.places.file,
         raw=raw,
         places=document.places,
         autos=frozenset(walk.autos),
         supplied=frozenset(walk.supplied),
-        notes=notes,
     )
-    return Examination(config, _sorted(problems), notes)
+    config._provenance = provenance
+    provenance.notes = (*notes, *(_remark(config, path, message) for path, message in remarks(config)))
+    return Examination(config, _sorted(problems), provenance.notes)
+
+
+def _remark(config: Config, path: str, message: str) -> Note:
+    return Note(join_path(config._provenance.places.written(parse_path(path))), message, config.locate(path)[1])
 
 
 def _key(path: str) -> str:
@@ -122,14 +133,18 @@ def _refused(file: str | None, message: str, code: str = "file", repair: str = "
 def _open_file(path: str | bytes) -> Document:
     name = os.fsdecode(path)
     if name.lstrip().startswith("{"):
-        return _refused(None, "JSON text was given where the path of a file should be", repair="give a file, or json.loads(text)")
+        return _refused(
+            None, "JSON text was given where the path of a file should be", repair="give a file, or json.loads(text)"
+        )
     try:
         if os.path.isdir(name):
             return _refused(name, "is a folder", repair="give the JSON file itself")
         size = os.path.getsize(name)
         if size > MAX_BYTES:
             limit = MAX_BYTES // 2**20
-            return _refused(name, f"has {size / 2**20:.0f} MiB; a config has at most {limit}", repair="is this the right file?")
+            return _refused(
+                name, f"has {size / 2**20:.0f} MiB; a config has at most {limit}", repair="is this the right file?"
+            )
         with open(name, "rb") as stream:
             content = stream.read()
     except FileNotFoundError:
@@ -173,7 +188,7 @@ def _override(translation: Translation, overrides: Overrides) -> list[Problem]:
     for path_text, value, argument in _arguments(overrides, problems):
         path = translation.places.canonical(parse_path(path_text))
         if not path or any(isinstance(part, int) for part in path):
-            message = f"--set {argument}: the path must name a key, such as zero_optimization.stage"
+            message = "the path must name a key, such as zero_optimization.stage"
             problems.append(Problem(path_text, message, "override", f"--set {argument}"))
             continue
         _set(translation.tree, path, copy.deepcopy(value))
@@ -202,8 +217,9 @@ def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[
     for argument in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = str(argument).partition("=")
         if not equals or not path.strip():
-            message = f"--set {argument}: there is no = in it"
-            problems.append(Problem("", message, "override", f"--set {argument}", repair="write --set path=value"))
+            problems.append(
+                Problem("", "there is no = in it", "override", f"--set {argument}", repair="write --set path=value")
+            )
             continue
         yield path.strip(), _literal(text.strip()), str(argument)
 
@@ -255,4 +271,9 @@ def _integer_note(walk: Walk) -> list[Note]:
         return []
     parts = ", ".join(f"{join_path(walk.places.written(path))} = {int(value)}" for path, value in walk.integers)
     first = walk.integers[0][0]
-    return [Note(join_path(walk.places.written(first)), f"numbers written with a point or an exponent are read as integers: {parts}")]
+    return [
+        Note(
+            join_path(walk.places.written(first)),
+            f"numbers written with a point or an exponent are read as integers: {parts}",
+        )
+    ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from engine.config.aliases import ALIASES
+from engine.config.aliases import ALIASES, Path
 
-Path = tuple[str | int, ...]
+__all__ = ["Path", "Place", "Places", "join_path", "parse_path", "step"]
+
 Place = tuple[str | None, int | None, int | None]
 
 _STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
@@ -20,6 +22,13 @@ def join_path(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def step(tree: Any, part: str | int) -> Any:
+    """The value at one step of a path; raises LookupError where there is none."""
+    if isinstance(tree, dict) or (isinstance(tree, list) and isinstance(part, int) and part >= 0):
+        return tree[part]
+    raise LookupError(part)
 
 
 def parse_path(text: str) -> Path:

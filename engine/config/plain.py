@@ -22,7 +22,9 @@ def plain(source: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
     def convert(value: Any, path: Path) -> Any:
         if len(path) > MAX_DEPTH:
-            problems.append(Problem(join_path(path[:3]), f"is nested more than {MAX_DEPTH} deep, or holds itself", "too_deep"))
+            problems.append(
+                Problem(join_path(path[:3]), f"is nested more than {MAX_DEPTH} deep, or holds itself", "too_deep")
+            )
             return None
         if value is None or isinstance(value, bool | str):
             return value
@@ -47,8 +49,13 @@ def plain(source: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
         if name.startswith("torch."):
             return name
         problems.append(
-            Problem(join_path(path), f"a {type(value).__name__} is not a JSON value", "type", found=repr(value)[:60],
-                    allowed="text, a number, true, false, null, a list or an object")  # fmt: skip
+            Problem(
+                join_path(path),
+                f"a {type(value).__name__} is not a JSON value",
+                "type",
+                found=repr(value)[:60],
+                allowed="text, a number, true, false, null, a list or an object",
+            )
         )
         return None
 
@@ -67,7 +74,9 @@ def plain(source: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
 def _integer(value: int, path: Path, problems: list[Problem]) -> int | None:
     if abs(value) < 10**64:
         return value
-    problems.append(Problem(join_path(path), "is a number of more than 64 digits", "too_long", allowed="at most 64 digits"))
+    problems.append(
+        Problem(join_path(path), "is a number of more than 64 digits", "too_long", allowed="at most 64 digits")
+    )
     return None
 
 

@@ -1,7 +1,9 @@
 """A tolerant JSON reader that knows where everything stands.
 
-Accepted beyond JSON: comments (``//``, ``/* */``, ``#``), trailing commas, CRLF, BOM, tabs in strings. Everything else that is
-not JSON is a problem with its place; reading goes on after it where the meaning is clear, so that all problems of a file
+Accepted beyond JSON: comments (``//``, ``/* */``, ``#``), trailing commas, CRLF, BOM, tabs in strings. Everything
+else that is
+not JSON is a problem with its place; reading goes on after it where the meaning is clear, so that all problems of a
+file
 come out at once.
 """
 
@@ -25,7 +27,9 @@ _STRING = {quote: re.compile(rf"{quote}((?:[^{quote}\\\n]++|\\.)*+){quote}") for
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
 _WORD = re.compile(r"[^\s,:\[\]{}\"'#/]+")
-_PLACEHOLDER = re.compile(r"\{\{\s*([^{}\n]*?)\s*\}\}|\$\{\s*([^{}\n]*?)\s*\}|<\s*([A-Za-z_][\w .-]*?)\s*>|%\((\w+)\)[sd]")
+_PLACEHOLDER = re.compile(
+    r"\{\{\s*([^{}\n]*?)\s*\}\}|\$\{\s*([^{}\n]*?)\s*\}|<\s*([A-Za-z_][\w .-]*?)\s*>|%\((\w+)\)[sd]"
+)
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON = {"True": True, "False": False, "None": None, "TRUE": True, "FALSE": False, "NULL": None, "Null": None}
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Inf", "-Inf", "+Infinity"}
@@ -33,7 +37,8 @@ _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Inf", "-In
 
 @dataclass
 class Document:
-    """What a file says. ``broken`` are paths whose value could not be read; ``complete`` is False when reading stopped."""
+    """What a file says. ``broken`` are paths whose value could not be read; ``complete`` is False when reading
+    stopped."""
 
     value: dict[str, Any] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
@@ -61,7 +66,9 @@ def read_text(text: str, file: str | None = None) -> Document:
     """Read JSON text. Never raises: what is wrong is in ``problems``."""
     document = Document(places=Places(file=file))
     if not text.strip("\ufeff \t\r\n"):
-        document.problems.append(Problem("", "is empty", "syntax", file, 1, 1, allowed="a JSON object", repair="write at least {}"))
+        document.problems.append(
+            Problem("", "is empty", "syntax", file, 1, 1, allowed="a JSON object", repair="write at least {}")
+        )
         document.complete = False
         return document
     try:
@@ -100,12 +107,20 @@ class _Reader:
     def read(self) -> None:
         first = self.skip()
         if first != "{":
-            self.problem(self.at, (), "the file does not hold a JSON object", found=self.text[self.at : self.at + 20],
-                         allowed="an object in braces", repair="begin with {")  # fmt: skip
+            self.problem(
+                self.at,
+                (),
+                "the file does not hold a JSON object",
+                found=self.text[self.at : self.at + 20],
+                allowed="an object in braces",
+                repair="begin with {",
+            )
             raise _Stop
         self.document.value = self.object((), 1)
         if self.skip():
-            self.problem(self.at, (), "there is text after the closing brace", repair="delete it, or a brace too many before it")
+            self.problem(
+                self.at, (), "there is text after the closing brace", repair="delete it, or a brace too many before it"
+            )
 
     def object(self, path: Path, depth: int) -> dict[str, Any]:
         opening = self.at
@@ -125,8 +140,14 @@ class _Reader:
             repeated = key in result or here in self.document.broken
             if repeated:
                 line = places.keys[here][0]
-                self.problem(start, here, f"the key is written twice, first on line {line}, again on line {self.place(start)[0]}",
-                             "duplicate_key", found=key, repair="keep one of them")  # fmt: skip
+                self.problem(
+                    start,
+                    here,
+                    f"the key is written twice, on lines {line} and {self.place(start)[0]}",
+                    "duplicate_key",
+                    found=key,
+                    repair="keep one of them",
+                )
             known = (places.keys.get(here), places.values.get(here))
             places.keys[here] = self.place(start)
             places.values[here] = self.place(self.at)
@@ -184,15 +205,24 @@ class _Reader:
         elif not char:
             self.unclosed("{" if closing == "}" else "[", path, opening)
         elif char != closing:
-            self.problem(before, path, f"a comma is missing before {show(self.text[self.at : self.at + 20])}", repair="add one here")
+            self.problem(
+                before,
+                path,
+                f"a comma is missing before {show(self.text[self.at : self.at + 20])}",
+                repair="add one here",
+            )
             if char in "}]:":
                 raise _Stop
 
     def unclosed(self, bracket: str, path: Path, opening: int) -> None:
         line, column = self.place(opening)
         closing = {"{": "}", "[": "]"}[bracket]
-        self.problem(len(self.text.rstrip()), path, f"the file ends inside the {bracket} of line {line}, column {column}",
-                     repair=f"close it with {closing}")  # fmt: skip
+        self.problem(
+            len(self.text.rstrip()),
+            path,
+            f"the file ends inside the {bracket} of line {line}, column {column}",
+            repair=f"close it with {closing}",
+        )
         raise _Stop
 
     def value(self, path: Path, depth: int) -> Any:
@@ -221,10 +251,19 @@ class _Reader:
             return self.number(word, path, start)
         if word in _PYTHON:
             value = _PYTHON[word]
-            self.problem(start, path, f"{word} is Python, not JSON", "python", found=word, repair=f"write {show(value)}")
+            self.problem(
+                start, path, f"{word} is Python, not JSON", "python", found=word, repair=f"write {show(value)}"
+            )
             return value
         if word in _NOT_FINITE:
-            self.problem(start, path, f"{word} is not a number that JSON has", "not_finite", found=word, allowed="a finite number")
+            self.problem(
+                start,
+                path,
+                f"{word} is not a number that JSON has",
+                "not_finite",
+                found=word,
+                allowed="a finite number",
+            )
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
             self.problem(start, path, f"{show(word)} is not a JSON number", found=word, allowed="such as 12, -0.5, 5e8")
@@ -242,17 +281,32 @@ class _Reader:
     def number(self, word: str, path: Path, start: int) -> Any:
         digits = sum(char.isdigit() for char in word)
         if digits > MAX_DIGITS:
-            self.problem(start, path, f"is a number of {digits} digits", "too_long", found=word[:20] + "...", allowed=f"at most {MAX_DIGITS}")
+            self.problem(
+                start,
+                path,
+                f"is a number of {digits} digits",
+                "too_long",
+                found=word[:20] + "...",
+                allowed=f"at most {MAX_DIGITS}",
+            )
             return _UNREADABLE
         value: int | float = int(word) if word.lstrip("-").isdigit() else float(word)
         if abs(value) > 1e300:
-            self.problem(start, path, f"{word} is too large a number", "not_finite", found=word, allowed="a finite number")
+            self.problem(
+                start, path, f"{word} is too large a number", "not_finite", found=word, allowed="a finite number"
+            )
             return _UNREADABLE
         return value
 
     def unfilled(self, text: str, name: str, path: Path) -> Any:
-        self.problem(self.at, path, f"the placeholder {name} has not been filled in", "placeholder", found=text,
-                     repair="put a value in its place")  # fmt: skip
+        self.problem(
+            self.at,
+            path,
+            f"the placeholder {name} has not been filled in",
+            "placeholder",
+            found=text,
+            repair="put a value in its place",
+        )
         self.at += len(text)
         return _UNREADABLE
 
@@ -260,7 +314,9 @@ class _Reader:
         start = self.at
         match = _STRING[quote].match(self.text, start)
         if match is None:
-            self.problem(start, path, "this text has no closing quote", repair=f"close it with {quote} on the same line")
+            self.problem(
+                start, path, "this text has no closing quote", repair=f"close it with {quote} on the same line"
+            )
             raise _Stop
         self.at = match.end()
         if quote == "'":
@@ -276,7 +332,9 @@ class _Reader:
                 return chr(int(code[1:], 16))
             if code in _ESCAPES:
                 return _ESCAPES[code]
-            self.problem(start, path, f"\\{code} is not an escape that JSON has", found=match[0], repair=f"write \\\\{code}")
+            self.problem(
+                start, path, f"\\{code} is not an escape that JSON has", found=match[0], repair=f"write \\\\{code}"
+            )
             return match[0]
 
         joined = _ESCAPE.sub(replace, text)

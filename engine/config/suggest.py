@@ -15,6 +15,9 @@ from engine.config.fields import section_of
 from engine.config.places import Path, join_path
 
 MEANT: dict[str, str] = {
+    "optimizer.name": "optimizer.type",
+    "scheduler.name": "scheduler.type",
+    "optimizer.lr": "optimizer.params.lr",
     "max_grad_norm": "gradient_clipping",
     "clip_grad": "gradient_clipping",
     "grad_clip": "gradient_clipping",
@@ -48,7 +51,7 @@ MEANT: dict[str, str] = {
     "csv": "csv_monitor",
     "tp_size": "tensor_parallel.autotp_size",
 }
-"""What people call a thing elsewhere -> the path it has here."""
+"""What people call a thing elsewhere (a key, or a whole path) -> the path it has here."""
 
 
 @functools.cache
@@ -89,7 +92,9 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that a misspelled word most likely means, or None when nothing is near."""
     pool = list(dict.fromkeys(candidates))
     folded = word.lower().replace("-", "_").replace(" ", "_").strip("_")
-    close = [(distance(folded, candidate.lower()), candidate) for candidate in pool if abs(len(candidate) - len(folded)) <= 3]
+    close = [
+        (distance(folded, candidate.lower()), candidate) for candidate in pool if abs(len(candidate) - len(folded)) <= 3
+    ]
     best = min(close, default=None)
     if best is not None and best[0] <= (1 if len(word) < 5 else 2 if len(word) < 10 else 3):
         return best[1]
@@ -100,7 +105,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
     """A clause that says what an unknown key was probably meant to be, '' when nothing suggests itself.
 
-    ``siblings`` are the keys that exist beside it. The nearest sibling comes first when it is one letter away, then what
+    ``siblings`` are the keys that exist beside it. The nearest sibling comes first when it is one letter away, then
+    what
     the key is known to mean, then the same key in another section, then near words in this section and elsewhere.
     """
     key, section = str(path[-1]), path[:-1]
@@ -109,7 +115,7 @@ def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
     here = f"did you mean {join_path((*section, near))}?" if near else ""
     if near and distance(key.lower(), near.lower()) <= (1 if len(key) < 8 else 2):
         return here
-    meant = MEANT.get(key.lower())
+    meant = MEANT.get(join_path(path).lower()) or MEANT.get(key.lower())
     if meant and meant != join_path(path):
         return f"did you mean {meant}?"
     places = [place for place in known_paths().get(key, ()) if place != join_path(section)]
@@ -124,7 +130,7 @@ def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
         if homes:
             return f"its keys belong in {homes[0]}" if homes[0] else f"put {', '.join(value)} at the top level"
     elsewhere = nearest(key, known_paths())
-    if places or elsewhere is None or len(elsewhere) < 5:
+    if places or elsewhere is None or len(elsewhere) < 7:
         return ""
     options = known_paths()[elsewhere][:2]
     return f"did you mean {' or '.join(f'{place}.{elsewhere}' if place else elsewhere for place in options)}?"

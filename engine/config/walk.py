@@ -1,6 +1,7 @@
 """From plain JSON to what the sections accept: comments and unknown keys go, "auto" is taken out, spellings are read.
 
-Walks the tree beside the models. It reports what no model can see (unknown keys with a suggestion, unfilled placeholders) and
+Walks the tree beside the models. It reports what no model can see (unknown keys with a suggestion, unfilled
+placeholders) and
 leaves types and ranges to pydantic.
 """
 
@@ -82,7 +83,7 @@ class Walk:
         repair = repair_for(self.places.written(path), model.model_fields, value)
         argument = self.places.override(path)
         if argument is not None:
-            self.problem(path, f"--set {argument}: there is no such key", "unknown_key", at_key=True, found=value, repair=repair)
+            self.problem(path, "there is no such key", "unknown_key", at_key=True, found=value, repair=repair)
         elif self.lenient:
             self.note(path, "unknown key, ignored" + (f"; {repair}" if repair else ""))
         else:
@@ -165,8 +166,11 @@ class Walk:
             result[key] = value
         data["params"] = result
 
-    def canonical_type(self, data: dict[str, Any], table: dict[str, tuple[str, ...]], what: str, path: Path) -> tuple[str, ...] | None:
-        """Bring a type's name to its canonical capitals; the names of its arguments, or None where they are not known."""
+    def canonical_type(
+        self, data: dict[str, Any], table: dict[str, tuple[str, ...]], what: str, path: Path
+    ) -> tuple[str, ...] | None:
+        """Bring a type's name to its canonical capitals; the names of its arguments, or None where they are not
+        known."""
         name = data.get("type")
         if not isinstance(name, str) or not name:
             return None
@@ -183,7 +187,14 @@ class Walk:
         near = nearest(name, folded.values())
         repair = f"did you mean {near}?" if near else "name a class of your own by its dotted path"
         names = ", ".join((*table, *others))
-        self.problem((*path, "type"), f"there is no {what} {show(name)}", "unknown_type", found=name, allowed=names, repair=repair)
+        self.problem(
+            (*path, "type"),
+            f"there is no {what} {show(name)}",
+            "unknown_type",
+            found=name,
+            allowed=names,
+            repair=repair,
+        )
         data.pop("type")
         data["type"] = "unknown.type"
         return None
@@ -211,7 +222,11 @@ class Walk:
             return value
         if isinstance(value, list):
             inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-            return value if inner is None else [self.scalar(item, inner, (*path, i), words) for i, item in enumerate(value)]
+            return (
+                value
+                if inner is None
+                else [self.scalar(item, inner, (*path, i), words) for i, item in enumerate(value)]
+            )
         if isinstance(value, float):
             if float not in kinds and int in kinds and value.is_integer():
                 self.integers.append((path, value))
@@ -228,8 +243,14 @@ class Walk:
         kinds = members(annotation)
         name = placeholder(value)
         if name is not None:
-            self.problem(path, f"the placeholder {name} has not been filled in", "placeholder", found=value, allowed=words,
-                         repair="put a value in its place")  # fmt: skip
+            self.problem(
+                path,
+                f"the placeholder {name} has not been filled in",
+                "placeholder",
+                found=value,
+                allowed=words,
+                repair="put a value in its place",
+            )
             return _REMOVED
         options = choices(annotation)
         if options:

@@ -41,7 +41,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 BYTE_VOCABULARY_SIZE = 256
 _CHUNK_TOKENS = 1 << 24
-_TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
@@ -140,7 +140,7 @@ def open_text(
     if stat.S_ISDIR(mode):
         names = sorted(_text_files(place))
         if not names:
-            raise EngineError(f"data.path: the folder {place} holds no text file (hidden, empty and binary files do not count).")
+            raise EngineError(f"data.path: {place} holds no text file (hidden, empty and binary ones do not count).")
         return _open_files(place, names, str(place), sequence_length, validation_fraction, vocabulary_size)
     if not stat.S_ISREG(mode):
         raise EngineError(f"data.path: {place} is neither a file nor a folder.")
@@ -271,8 +271,8 @@ def _open_files(
 def _open_token_file(
     path: Path, sequence_length: int, validation_fraction: float, vocabulary_size: int | None
 ) -> TextCorpus:
-    dtype_name, declared = _read_sidecar(path)
-    train, validation = _map_split(path, _TOKEN_DTYPES[dtype_name], validation_fraction)
+    dtype, declared = _read_sidecar(path)
+    train, validation = _map_split(path, dtype, validation_fraction)
     for limit in {size for size in (declared, vocabulary_size) if size is not None}:
         check_vocabulary(train, limit, str(path))
         check_vocabulary(validation, limit, str(path), first_position=len(train))
@@ -280,11 +280,11 @@ def _open_token_file(
     return _corpus(train, validation, sequence_length, size, str(path), is_text=False, num_files=1)
 
 
-def _read_sidecar(path: Path) -> tuple[str, int | None]:
+def _read_sidecar(path: Path) -> tuple[np.dtype[Any], int | None]:
     dtype_name = "uint32" if path.name.endswith(".u32.bin") else "uint16"
     sidecar = path.with_suffix(".json")
     if not sidecar.exists():
-        return dtype_name, None
+        return _TOKEN_DTYPES[dtype_name], None
     try:
         record = json.loads(sidecar.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -297,7 +297,7 @@ def _read_sidecar(path: Path) -> tuple[str, int | None]:
         raise EngineError(f"{sidecar}: dtype is {dtype_name!r}; {allowed}.")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise EngineError(f"{sidecar}: vocabulary_size is {size!r}; {allowed}.")
-    return dtype_name, size
+    return _TOKEN_DTYPES[dtype_name], size
 
 
 def _map_split(path: Path, dtype: np.dtype[Any], validation_fraction: float) -> tuple[Tokens, Tokens]:

@@ -6,7 +6,7 @@ tensors that nothing reads any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,22 @@ from engine.optim.factory import refuse_unusable
 from engine.optim.optimizer import EngineOptimizer
 
 Shards = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def client_optimizer(
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    model: torch.nn.Module,
+    model_parameters: Iterable[Any] | None,
+) -> torch.optim.Optimizer | None:
+    """What the user passed as ``optimizer``: itself, or what the callable makes of ``model_parameters`` (default: the
+    model's trainable ones). Raises EngineError where that is no optimizer."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    trainable = model_parameters if model_parameters is not None else (p for p in model.parameters() if p.requires_grad)
+    made = optimizer(list(trainable))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise EngineError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
 
 
 def rebind(

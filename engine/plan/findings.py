@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config.messages import Note, Problem
@@ -65,13 +63,6 @@ class Findings:
 
     def _place(self, path: str) -> tuple[str | None, int | None, int | None]:
         return self.config.locate(path)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known spelling closest to ``name``, whatever its case, or None when nothing is close."""
-    by_folded = {candidate.casefold(): candidate for candidate in known}
-    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
-    return by_folded[matches[0]] if matches else None
 
 
 def plural(count: int, noun: str) -> str:

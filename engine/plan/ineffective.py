@@ -74,7 +74,6 @@ INEFFECTIVE = (
     Ineffective("zero_force_ds_cpu_optimizer", "there is no optimizer of our own for the CPU", (False,)),
     Ineffective("disable_allgather", "DeepSpeed does not read it either", (False,)),
     Ineffective("graph_harvesting", "clipping is not captured in CUDA graphs", (False,)),
-    Ineffective("sparse_gradients", "embedding gradients are reduced dense: same result, more bytes", (False,)),
     Ineffective("seq_parallel_communication_data_type", "there is no sequence parallelism in this run"),
 )
 

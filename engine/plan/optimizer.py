@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.plan.findings import nearest
 from engine.plan.optimizer_table import (
     DECOUPLED_DECAY_OF_TORCH,
     MUON_ADAM_GROUP,
     MUON_GROUP,
-    NOT_BUILT,
     OPTIMIZERS,
     UNUSABLE,
-    OptimizerSpec,
 )
 from engine.plan.plan import OptimizerPlan
 
@@ -24,93 +20,46 @@ if TYPE_CHECKING:
 
 PATH = "optimizer.type"
 PARAMS = "optimizer.params"
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | None:
-    """None when the JSON names no optimizer (the client may bring one) or the name cannot be used."""
+    """None when the JSON names no optimizer (the client may bring one) or one that cannot be used here.
+
+    The config has brought known names to their canonical spelling and checked the names of their parameters.
+    """
     section = config.optimizer
     if section is None:
         return None
-    if section.type is None:
-        if findings.is_auto(PATH):
-            findings.missing(PATH)
-        else:
-            findings.problem(PATH, "the optimizer section has no type", repair='add "type": "AdamW", for example')
-        return None
-    given = dict(section.params or {})
-    if _DOTTED.fullmatch(section.type):
-        findings.resolved(PATH, section.type, "a class of your own; its parameters are checked when it is made")
-        return OptimizerPlan(section.type, _without_autos(given, findings))
-    name = _canonical_name(section.type, findings)
+    for path in sorted(config.autos):
+        if path.startswith("optimizer."):
+            findings.missing(path)
+    name, given = section.type, section.params
     if name is None:
         return None
+    if name in UNUSABLE:
+        findings.problem(PATH, f"{name} {UNUSABLE[name]}", found=name)
+        return None
+    if name not in OPTIMIZERS:
+        if PATH in config.not_built:
+            return None
+        findings.resolved(PATH, name, "a class of your own; its parameters are checked when it is made")
+        return OptimizerPlan(name.replace(":", "."), dict(given))
     spec = OPTIMIZERS[name]
-    given = _without_autos(given, findings)
-    _check_names(name, spec, given, findings)
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    for key in spec.consumed.keys() & given.keys():
+        _check_consumed(name, key, given[key], spec.consumed[key], findings)
+    kept = {key: _frozen(value) for key, value in given.items() if key not in spec.consumed}
     if name == "Muon":
-        return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(given))
+        return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(kept))
     name, changed = _adam_decay(name, given, findings)
-    defaults = {**spec.defaults, **changed}
     findings.resolved(PATH, name)
-    kept = {key: value for key, value in given.items() if key in spec.defaults or key in spec.options}
-    for key, value in defaults.items():
-        findings.resolved(f"{PARAMS}.{key}", kept.get(key, value), origin="user" if key in kept else "default")
-    return OptimizerPlan(name, {**defaults, **kept})
+    params = {**spec.defaults, **changed, **kept}
+    for key, value in params.items():
+        findings.resolved(f"{PARAMS}.{key}", value)
+    return OptimizerPlan(name, params)
 
 
-def _canonical_name(written: str, findings: Findings) -> str | None:
-    folded = written.casefold()
-    for name in OPTIMIZERS:
-        if name.casefold() == folded:
-            return name
-    for name in NOT_BUILT:
-        if name.casefold() == folded:
-            findings.problem(PATH, f"the optimizer {name} is valid, but not built here", found=written, code="not-built")
-            return None
-    for name, reason in UNUSABLE.items():
-        if name.casefold() == folded:
-            findings.problem(PATH, f"{name} {reason}", found=written)
-            return None
-    close = nearest(written, OPTIMIZERS)
-    findings.problem(
-        PATH,
-        f"there is no optimizer {written!r}",
-        found=written,
-        allowed=", ".join(OPTIMIZERS) + ", or the dotted path of a class",
-        repair=f"did you mean {close}?" if close else "",
-    )
-    return None
-
-
-def _without_autos(given: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """The parameters less those that are "auto", each of which is reported as missing."""
-    kept = {}
-    for key, value in given.items():
-        if value == "auto" or findings.is_auto(f"{PARAMS}.{key}"):
-            findings.missing(f"{PARAMS}.{key}")
-        else:
-            kept[key] = value
-    return kept
-
-
-def _check_names(name: str, spec: OptimizerSpec, given: Mapping[str, Any], findings: Findings) -> None:
-    for key, value in given.items():
-        path = f"{PARAMS}.{key}"
-        if key in spec.refused:
-            findings.problem(path, f"{name} does not take {key}", found=value, repair=spec.refused[key])
-        elif key not in spec.names:
-            close = nearest(key, spec.names)
-            findings.problem(
-                path,
-                f"{name} has no parameter {key!r}",
-                found=value,
-                allowed=", ".join(spec.names),
-                repair=f"did you mean {close}?" if close else "",
-            )
-        elif key in spec.consumed:
-            _check_consumed(name, key, value, spec.consumed[key], findings)
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_consumed(name: str, key: str, value: Any, honoured: Any, findings: Findings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.plan.findings import nearest
+from engine.config.suggest import nearest
 from engine.plan.plan import OptimizerPlan, SchedulePlan
 from engine.plan.schedule_table import OURS, TORCH, UNUSABLE, ScheduleSpec
 
@@ -16,87 +16,70 @@ if TYPE_CHECKING:
 PATH = "scheduler.type"
 PARAMS = "scheduler.params"
 KNOWN: Mapping[str, ScheduleSpec] = {**OURS, **TORCH}
+TORCH_MODULE = "torch.optim.lr_scheduler."
 
 
 def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: Findings) -> SchedulePlan | None:
-    """None when the JSON names no schedule (the client may bring one) or the name cannot be used."""
+    """None when the JSON names no schedule (the client may bring one) or one that cannot be used here.
+
+    The config has brought known names to their canonical spelling.
+    """
     section = config.scheduler
     if section is None:
         return None
+    if findings.is_auto(PATH):
+        findings.missing(PATH)
     if section.type is None:
-        if findings.is_auto(PATH):
-            findings.missing(PATH)
-        else:
-            findings.problem(PATH, "the scheduler section has no type", repair='add "type": "WarmupLR", for example')
         return None
-    name = _canonical_name(section.type, findings)
-    if name is None:
+    name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
+    if name in UNUSABLE:
+        repair = "pass lr_scheduler to initialize()"
+        findings.problem(PATH, f"{name} {UNUSABLE[name]}, which JSON cannot hold", found=name, repair=repair)
         return None
     if config.optimizer is None:
         findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
-    spec = KNOWN[name]
-    given = _from_autos(spec, dict(section.params or {}), config, optimizer, findings)
-    _check_names(name, spec, given, findings)
-    params = {**spec.defaults, **given}
+    spec = KNOWN.get(name)
+    params = {**(spec.defaults if spec else {}), **section.params}
+    _fill_autos(spec, params, config, optimizer, findings)
+    if spec is None:
+        findings.resolved(PATH, name, "a class of your own; its parameters are checked when it is made")
+        return SchedulePlan(name, params)
+    if name in TORCH:
+        _check_names(name, spec, section.params, findings)
     _fill_required(name, spec, params, config, findings)
     _check_steps(name, params, findings)
     _note_length(name, spec, params, config, findings)
     findings.resolved(PATH, name)
+    told = {resolved.path for resolved in findings.values}
     for key, value in params.items():
-        if f"{PARAMS}.{key}" not in {resolved.path for resolved in findings.values}:
+        if f"{PARAMS}.{key}" not in told:
             reason = "the optimizer's learning rate" if key == "warmup_max_lr" and value is None else ""
-            findings.resolved(f"{PARAMS}.{key}", value, reason, "user" if key in given else "default")
+            findings.resolved(f"{PARAMS}.{key}", value, reason)
     return SchedulePlan(name, params)
 
 
-def _canonical_name(written: str, findings: Findings) -> str | None:
-    folded = written.rsplit(".", 1)[-1].casefold() if written.startswith("torch.optim.lr_scheduler.") else written.casefold()
-    for name in KNOWN:
-        if name.casefold() == folded:
-            if name != written and "." not in written:
-                findings.note(PATH, f"{written} is read as {name}")
-            return name
-    for name, reason in UNUSABLE.items():
-        if name.casefold() == folded:
-            findings.problem(
-                PATH, f"{name} {reason}, which JSON cannot hold", found=written, repair="pass lr_scheduler to initialize()"
-            )
-            return None
-    close = nearest(written, KNOWN)
-    findings.problem(
-        PATH,
-        f"there is no schedule {written!r}",
-        found=written,
-        allowed=", ".join(KNOWN),
-        repair=f"did you mean {close}?" if close else "",
-    )
-    return None
-
-
-def _from_autos(
-    spec: ScheduleSpec,
-    given: dict[str, Any],
+def _fill_autos(
+    spec: ScheduleSpec | None,
+    params: dict[str, Any],
     config: Config,
     optimizer: OptimizerPlan | None,
     findings: Findings,
-) -> dict[str, Any]:
-    """The parameters with every "auto" replaced: lengths by training.steps, the peak by the optimizer's lr."""
+) -> None:
+    """Every "auto" replaced: lengths by training.steps, the peak by the optimizer's learning rate."""
     steps = config.training.steps
     peak = optimizer.params.get("lr") if optimizer is not None else None
-    kept = {}
-    for key, value in given.items():
-        path = f"{PARAMS}.{key}"
-        if value != "auto" and not findings.is_auto(path):
-            kept[key] = value
-        elif key in spec.lengths and steps is not None:
-            kept[key] = findings.resolved(path, steps, "training.steps", "auto")
+    for path in sorted(config.autos):
+        if not path.startswith(PARAMS + "."):
+            continue
+        key = path.removeprefix(PARAMS + ".")
+        if spec is not None and key in spec.lengths and steps is not None:
+            params[key] = findings.resolved(path, steps, "training.steps", "auto")
         elif key == "warmup_min_lr":
-            kept[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
+            params[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
         elif key == "warmup_max_lr" and peak is not None:
-            kept[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
+            params[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
         else:
             findings.missing(path)
-    return kept
 
 
 def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """``required`` have no default; ``defaults`` are filled in; ``options`` are passed on only when given.
+    """``required`` have no default; ``defaults`` are filled in; ``options`` are passed on only when given (the names of
+    torch's, which the config does not check).
 
     ``lengths`` name the parameters that mean the whole run: they may come from ``training.steps``.
     """
@@ -28,23 +29,20 @@ class ScheduleSpec:
         return (*self.required, *self.defaults, *self.options)
 
 
-_STATE = ("last_batch_iteration",)
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 
 OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
-        "WarmupLR": ScheduleSpec((), {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP}, _STATE),
+        "WarmupLR": ScheduleSpec((), {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP}),
         "WarmupDecayLR": ScheduleSpec(
             ("total_num_steps",),
             {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, **_WARMUP},
-            _STATE,
-            ("total_num_steps",),
+            lengths=("total_num_steps",),
         ),
         "WarmupCosineLR": ScheduleSpec(
             ("total_num_steps",),
             {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, **_WARMUP},
-            _STATE,
-            ("total_num_steps",),
+            lengths=("total_num_steps",),
         ),
         "LRRangeTest": ScheduleSpec(
             (),
@@ -54,7 +52,6 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
                 "lr_range_test_step_rate": 1.0,
                 "lr_range_test_staircase": False,
             },
-            _STATE,
         ),
         "OneCycle": ScheduleSpec(
             ("cycle_min_lr", "cycle_max_lr"),
@@ -70,7 +67,6 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
                 "cycle_max_mom": 0.9,
                 "decay_mom_rate": 0.0,
             },
-            _STATE,
         ),
     }
 )

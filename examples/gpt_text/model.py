@@ -69,7 +69,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, prompt_ids: Tensor, num_tokens: int, temperature: float = 1.0,
                  generator: torch.Generator | None = None) -> Tensor:
-        """Continue ``prompt_ids`` (batch, length) by ``num_tokens`` sampled tokens; temperature 0 takes the likeliest."""
+        """Append ``num_tokens`` sampled tokens to ``prompt_ids`` (batch, length); temperature 0 takes the likeliest."""
         ids = prompt_ids
         for _ in range(num_tokens):
             logits = self(ids[:, -self.sequence_length :])[:, -1].float()

@@ -1,11 +1,10 @@
 """What every section of the config is."""
 
-from __future__ import annotations
-
+# No postponed annotations in the sections: pydantic would compile each one again from text when it is imported.
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Fault(NamedTuple):
@@ -24,7 +23,9 @@ class Section(BaseModel):
     without is demanded by `faults`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
     ignored_by_deepspeed: ClassVar[bool] = False
     """True where DeepSpeed reads the section with ``dict.get``: a misspelled key is ignored there without a word."""
@@ -39,6 +40,8 @@ class Section(BaseModel):
         """Contradictions between keys of this section."""
         yield from ()
 
-    def known_params(self) -> dict[str, Any] | None:
-        """Unused except where a section holds constructor arguments; see optimizer.py."""
-        return None
+
+def nested(section: type[Section], description: str) -> Any:
+    """A key that holds ``section``, all defaults where it is not given. (Built without a validator: import stays
+    fast.)"""
+    return Field(default_factory=section.model_construct, description=description)

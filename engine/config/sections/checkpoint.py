@@ -1,12 +1,10 @@
 """``checkpoint``."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Section
+from engine.config.sections.base import Section, nested
 
 
 class ParallelWriteSection(Section):
@@ -35,8 +33,10 @@ class CheckpointSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = Field("Warn", description="When ranks disagree about a tag.")
-    load_universal: bool = Field(False, description="Load a converted checkpoint; here every checkpoint loads anywhere.")
+    load_universal: bool = Field(
+        False, description="Load a converted checkpoint; here every checkpoint loads anywhere."
+    )
     use_node_local_storage: bool = Field(False, description="Local rank 0 of every node writes.")
-    parallel_write: ParallelWriteSection = Field(default_factory=ParallelWriteSection, description="Who writes what.")
+    parallel_write: ParallelWriteSection = nested(ParallelWriteSection, "Who writes what.")
     checkpoint_serialization: bool = Field(True, description="Torch's zip format for DeepSpeed's fast writer.")
     writer: WriterSection | None = Field(None, description="DeepSpeed's fast writer.")

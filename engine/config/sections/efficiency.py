@@ -1,7 +1,5 @@
 """``curriculum_learning``, ``data_efficiency``, ``progressive_layer_drop``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -45,9 +43,10 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
         wanted = len(config.difficulty) - 1
         if len(config.max_step) != wanted:
             yield Fault(
-                "schedule_config.max_step", f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
+                "schedule_config.max_step",
+                f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
                 f"{wanted}: one less than difficulty",
-            )  # fmt: skip
+            )
 
 
 class CurriculumLearningSection(Section):
@@ -68,9 +67,11 @@ class CurriculumLearningSection(Section):
             return
         if self.curriculum_type != "seqlen":
             yield Fault(
-                "curriculum_type", f'"{self.curriculum_type}" has no effect in DeepSpeed', '"seqlen"',
+                "curriculum_type",
+                f'"{self.curriculum_type}" has no effect in DeepSpeed',
+                '"seqlen"',
                 "other metrics belong in data_efficiency.data_sampling.curriculum_learning",
-            )  # fmt: skip
+            )
         yield from _schedule_faults(self)
 
 
@@ -82,7 +83,9 @@ class CurriculumMetricSection(Section):
     index_to_sample_path: str | None = Field(None, description="File from difficulty to samples.")
     index_to_metric_path: str | None = Field(None, description="File of the difficulties that occur.")
     difficulty_type: Literal["value", "percentile"] = Field("value", description="What the difficulty counts.")
-    clustering_type: Literal["schedule_based", "single_cluster"] = Field("schedule_based", description="How samples are grouped.")
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
+        "schedule_based", description="How samples are grouped."
+    )
     min_difficulty: int | float | None = Field(None, description="Difficulty at the start.")
     max_difficulty: int | float | None = Field(None, description="Difficulty at the end.")
     schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
@@ -122,7 +125,9 @@ class DynamicBatchingSection(Section):
     lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="How lr follows the batch size.")
     min_batch_size: int = Field(1, ge=1, description="Samples at least.")
     max_batch_size: int | None = Field(None, ge=1, description="Samples at most.")
-    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = Field("dataloader", description="Order of samples.")
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = Field(
+        "dataloader", description="Order of samples."
+    )
     max_tokens: int | None = Field(None, ge=1, description="Tokens per batch.")
     verbose: bool = Field(False, description="Print the batches.")
 
@@ -187,7 +192,9 @@ class RandomLtdSection(Section):
     random_ltd_layer_id: list[int] | None = Field(None, description="Numbers of those layers.")
     model_mask_name: str | None = Field(None, description="Name of the attention mask argument.")
     model_type: Literal["encoder", "decoder"] = Field("decoder", description="Kind of model.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field("batch_seq_dim", description="Layout of activations.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
+        "batch_seq_dim", description="Layout of activations."
+    )
     random_ltd_schedule: LtdScheduleSection | None = Field(None, description="How many tokens are kept.")
     layer_token_lr_schedule: LayerTokenScheduleSection | None = Field(None, description="Must be off.")
     global_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
@@ -200,7 +207,9 @@ class RandomLtdSection(Section):
             yield Fault("layer_token_lr_schedule.enabled", "is not implemented, in DeepSpeed either", "false")
         ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
         if ids is not None and count is not None and len(ids) != count:
-            yield Fault("random_ltd_layer_id", f"names {len(ids)} layers; random_ltd_layer_num is {count}", f"{count} numbers")
+            yield Fault(
+                "random_ltd_layer_id", f"names {len(ids)} layers; random_ltd_layer_num is {count}", f"{count} numbers"
+            )
 
 
 class DataRoutingSection(Section):

@@ -1,12 +1,11 @@
-"""What only watches: ``tensorboard``, ``wandb``, ``csv_monitor``, ``comet``, ``timers``, ``flops_profiler``, ``comms_logger``."""
-
-from __future__ import annotations
+"""What only watches: ``tensorboard``, ``wandb``, ``csv_monitor``, ``comet``, ``timers``, ``flops_profiler``,
+``comms_logger``."""
 
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Section
+from engine.config.sections.base import Section, nested
 
 
 class TensorboardSection(Section):
@@ -68,7 +67,7 @@ class TimersSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
 
-    throughput: ThroughputTimerSection = Field(default_factory=ThroughputTimerSection, description="Throughput timer.")
+    throughput: ThroughputTimerSection = nested(ThroughputTimerSection, "Throughput timer.")
 
 
 class FlopsProfilerSection(Section):
@@ -87,7 +86,8 @@ class FlopsProfilerSection(Section):
 
 
 class CommsLoggerSection(Section):
-    """Logs every collective with its size, time and bandwidth. In DeepSpeed the section's mere presence switches it on."""
+    """Logs every collective with its size, time and bandwidth. In DeepSpeed the section's mere presence switches it
+    on."""
 
     shorthand: ClassVar[str] = "enabled"
 

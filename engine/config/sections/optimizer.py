@@ -1,10 +1,9 @@
 """``optimizer`` and ``scheduler``, and which arguments each type takes.
 
-The tables hold DeepSpeed's own types and torch's, so that a misspelled argument is found without importing torch. A type
+The tables hold DeepSpeed's own types and torch's, so that a misspelled argument is found without importing torch. A
+type
 that is not in them must be a dotted path ("package.module.Class"); its arguments are the user's affair.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -14,21 +13,35 @@ from pydantic import Field
 from engine.config.sections.base import Fault, Section
 
 _TORCH = ("foreach", "maximize", "capturable", "differentiable", "fused")
-_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "set_grad_none", "torch_adam", "adam_w_mode",
+_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "set_grad_none", "torch_adam",
+    "adam_w_mode",
          "fp32_optimizer_states", *_TORCH)  # fmt: skip
-_LAMB = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "amsgrad", "max_coeff", "min_coeff")
+_LAMB = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "bias_correction",
+    "eps_inside_sqrt",
+    "amsgrad",
+    "max_coeff",
+    "min_coeff",
+)
 _ONE_BIT = ("freeze_step", "cuda_aware", "comm_backend_name", "eps_inside_sqrt")
 
 OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "amsgrad", "fp32_optimizer_states", *_TORCH),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "amsgrad",
+        "fp32_optimizer_states", *_TORCH),
     "Lamb": _LAMB,
     "Lion": ("lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"),
-    "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "nesterov", "ns_steps", "ns_coefficients",
+    "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "nesterov", "ns_steps",
+        "ns_coefficients",
              "betas", "eps", "adjust_lr_fn"),
     "OneBitAdam": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", *_ONE_BIT),
-    "ZeroOneAdam": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "var_freeze_step", "var_update_scaler",
+    "ZeroOneAdam": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "var_freeze_step",
+        "var_update_scaler",
                     "local_step_scaler", "local_step_clipper", "cuda_aware", "comm_backend_name", "eps_inside_sqrt"),
     "OneBitLamb": (*_LAMB, "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
                    "factor_threshold"),
@@ -49,7 +62,8 @@ OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
-    "LRRangeTest": ("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase"),
+    "LRRangeTest": ("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate",
+        "lr_range_test_staircase"),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size",
                  "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum",
                  "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
@@ -60,20 +74,24 @@ SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
 
 TORCH_SCHEDULERS: tuple[str, ...] = (
     "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR",
-    "CosineAnnealingLR", "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR", "CosineAnnealingWarmRestarts", "OneCycleLR",
+    "CosineAnnealingLR", "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR", "CosineAnnealingWarmRestarts",
+    "OneCycleLR",
     "PolynomialLR",
 )  # fmt: skip
 
 _NUMBERS = frozenset({
     "lr", "eps", "weight_decay", "momentum", "dampening", "muon_lr", "adam_lr", "max_coeff", "min_coeff", "coeff_beta",
     "factor_max", "factor_min", "factor_threshold", "rho", "alpha", "lambd", "momentum_decay", "warmup_min_lr",
-    "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "decay_mom_rate",
+    "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate",
+    "decay_mom_rate",
     "cycle_min_mom", "cycle_max_mom", "lr_range_test_min_lr", "lr_range_test_step_rate",
 })  # fmt: skip
 _INTEGERS = frozenset({
-    "warmup_num_steps", "total_num_steps", "last_batch_iteration", "freeze_step", "var_freeze_step", "var_update_scaler",
+    "warmup_num_steps", "total_num_steps", "last_batch_iteration", "freeze_step", "var_freeze_step",
+    "var_update_scaler",
     "local_step_scaler", "local_step_clipper", "ns_steps", "cycle_first_step_size", "cycle_second_step_size",
-    "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "lr_range_test_step_size", "T_max", "last_epoch",
+    "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "lr_range_test_step_size", "T_max",
+    "last_epoch",
 })  # fmt: skip
 _BOOLEANS = frozenset({
     "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "nesterov", "set_grad_none", "fp32_optimizer_states",
@@ -100,7 +118,9 @@ def _params_faults(params: dict[str, Any]) -> Iterator[Fault]:
             kind, allowed = value is None or (isinstance(value, int) and not isinstance(value, bool)), "an integer"
         elif key in _NUMBERS:
             values = value if isinstance(value, list) else [value]
-            kind = all(item is None or (isinstance(item, int | float) and not isinstance(item, bool)) for item in values)
+            kind = all(
+                item is None or (isinstance(item, int | float) and not isinstance(item, bool)) for item in values
+            )
             allowed = "a number"
         elif key in ("betas", "etas", "step_sizes"):
             pair = isinstance(value, list) and len(value) == 2
@@ -126,7 +146,8 @@ class OptimizerSection(Section):
     shorthand: ClassVar[str] = "type"
 
     type: str | None = Field(
-        None, description='A name of torch.optim, "Lamb", "OneBitAdam", ..., or a dotted path to a class. Adam is AdamW.'
+        None,
+        description='A name of torch.optim, "Lamb", "OneBitAdam", ..., or a dotted path to a class. Adam is AdamW.',
     )
     params: dict[str, Any] = Field({}, description="The constructor's arguments.")
     legacy_fusion: bool = Field(False, description="An old fused step of DeepSpeed's; no effect here.")
@@ -144,7 +165,8 @@ class SchedulerSection(Section):
     shorthand: ClassVar[str] = "type"
 
     type: str | None = Field(
-        None, description="WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a torch.optim.lr_scheduler class."
+        None,
+        description="WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a torch scheduler.",
     )
     params: dict[str, Any] = Field({}, description="The schedule's arguments.")
 
@@ -154,7 +176,11 @@ class SchedulerSection(Section):
         yield from _params_faults(self.params)
         warmup_type = self.params.get("warmup_type")
         if warmup_type is not None and warmup_type not in ("log", "linear"):
-            yield Fault("params.warmup_type", f'"{warmup_type}" is unknown; DeepSpeed warns and takes "log"', '"log" or "linear"')
+            yield Fault(
+                "params.warmup_type",
+                f'"{warmup_type}" is unknown (DeepSpeed takes "log")',
+                '"log" or "linear"',
+            )
         for key in ("warmup_num_steps", "total_num_steps"):
             value = self.params.get(key)
             if isinstance(value, int) and value < 0:

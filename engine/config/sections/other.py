@@ -1,7 +1,5 @@
 """``activation_checkpointing``, ``compile``, ``sparse_attention``, ``elasticity``, ``compression_training``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -51,12 +49,16 @@ class SparseAttentionSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "mode"
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field("fixed", description="Kind of layout.")
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
+        "fixed", description="Kind of layout."
+    )
     block: int = Field(16, ge=1, description="Side of a block, in tokens.")
     different_layout_per_head: bool = Field(False, description="Heads have layouts of their own.")
     num_local_blocks: int = Field(4, ge=1, description="fixed: blocks in a local window.")
     num_global_blocks: int = Field(1, ge=0, description="fixed, bigbird: blocks that everyone sees.")
-    attention: Literal["bidirectional", "unidirectional"] = Field("bidirectional", description="fixed, variable: direction.")
+    attention: Literal["bidirectional", "unidirectional"] = Field(
+        "bidirectional", description="fixed, variable: direction."
+    )
     horizontal_global_attention: bool = Field(False, description="Global blocks also see everyone.")
     num_different_global_patterns: int = Field(1, ge=1, description="fixed: patterns that heads take turns with.")
     num_random_blocks: int = Field(0, ge=0, description="variable, bigbird: random blocks per row.")
@@ -92,18 +94,28 @@ class ElasticitySection(Section):
         if not self.micro_batch_sizes or any(size < 1 for size in self.micro_batch_sizes):
             yield Fault("micro_batch_sizes", "must be a list of sizes", "integers >= 1")
         elif self.enabled and max(self.micro_batch_sizes) > self.max_train_batch_size:
-            yield Fault("micro_batch_sizes", f"{max(self.micro_batch_sizes)} is above max_train_batch_size",
-                        f"at most {self.max_train_batch_size}")  # fmt: skip
+            yield Fault(
+                "micro_batch_sizes",
+                f"{max(self.micro_batch_sizes)} is above max_train_batch_size",
+                f"at most {self.max_train_batch_size}",
+            )
 
 
 class CompressionTrainingSection(Section):
     """Quantization and pruning while training; each technique has settings of its own."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
-    free_keys: ClassVar[frozenset[str]] = frozenset({
-        "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
-        "layer_reduction",
-    })  # fmt: skip
+    free_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+            "layer_reduction",
+        }
+    )
 
     weight_quantization: dict[str, Any] | None = Field(None, description="Low-bit weights.")
     activation_quantization: dict[str, Any] | None = Field(None, description="Low-bit activations.")

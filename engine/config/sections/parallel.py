@@ -1,12 +1,10 @@
 """``tensor_parallel``, ``expert_parallel``, ``pipeline``."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Section
+from engine.config.sections.base import Section, nested
 
 
 class TensorParallelGroupSection(Section):
@@ -22,7 +20,9 @@ class LayerSpecSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
 
     patterns: list[str] = Field([], description="Regular expressions of parameter names.")
-    partition_type: Literal["column", "row", "skip"] = Field("column", description="Along outputs, inputs, or not at all.")
+    partition_type: Literal["column", "row", "skip"] = Field(
+        "column", description="Along outputs, inputs, or not at all."
+    )
     shape: list[Any] | None = Field(None, description="Logical shape of a fused weight.")
     partition_dim: int | None = Field(None, description="Dimension that is split; null: 0 for column, 1 for row.")
     model_types: list[str] | None = Field(None, description="Only for models of these types.")
@@ -53,7 +53,7 @@ class TensorParallelSection(Section):
     partition_config: PartitionConfigSection | None = Field(None, description="Which layers are split, and how.")
     tp_overlap_comm: bool = Field(False, description="Overlap communication with backward.")
     dtype: str | None = Field(None, description="DeepSpeed cannot read this key from JSON; the model's dtype counts.")
-    tensor_parallel: TensorParallelGroupSection = Field(default_factory=TensorParallelGroupSection, description="DeepSpeed's inner object.")
+    tensor_parallel: TensorParallelGroupSection = nested(TensorParallelGroupSection, "DeepSpeed's inner object.")
     injection_policy_tuple: list[Any] | None = Field(None, description="Old injection policy; inference only.")
     keep_module_on_host: bool = Field(False, description="Inference only.")
     replace_with_kernel_inject: bool = Field(False, description="Inference only.")
@@ -66,7 +66,9 @@ class PipelineSection(Section):
     shorthand: ClassVar[str] = "stages"
 
     stages: int | Literal["auto"] = Field("auto", description='Pipeline stages; "auto" and 1: off.')
-    partition: str = Field("best", description='How layers are dealt out: "uniform", "parameters", "type:regex", "best".')
+    partition: str = Field(
+        "best", description='How layers are dealt out: "uniform", "parameters", "type:regex", "best".'
+    )
     seed_layers: bool = Field(False, description="Seed each layer by its number when it is built.")
     activation_checkpoint_interval: int = Field(0, ge=0, description="Layers per checkpoint; 0: none.")
     use_reentrant: bool | None = Field(None, description="Which variant of torch's checkpoint function.")

@@ -1,7 +1,5 @@
 """``fp16``, ``bf16``, ``torch_autocast``, ``amp``, ``data_types``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -73,7 +71,8 @@ class TorchAutocastSection(Section):
     enabled: bool = Field(False, description="Run forward under torch.autocast.")
     dtype: Literal["bf16", "fp16"] | None = Field(None, description="The autocast dtype; null means bf16.")
     lower_precision_safe_modules: list[str] | None = Field(
-        None, description="Import paths of module classes whose gradients may travel in the lower dtype; null: Linear, Conv1d-3d."
+        None,
+        description="Module classes whose gradients may travel in the lower dtype; null: Linear, Conv1d to 3d.",
     )
 
 

@@ -1,7 +1,5 @@
 """This engine's own sections, read by ``ptrain``: ``model``, ``data``, ``training``, ``parallel``."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -16,9 +14,10 @@ class ModelSection(Section):
     free_keys: ClassVar[frozenset[str]] = frozenset({"args", "tiny"})
 
     target: str | None = Field(
-        None, description='A class or function that builds the model: "package.module:Attr", "package.module.Attr", or '
+        None,
+        description='A class or function that builds the model: "package.module:Attr", "package.module.Attr", or '
         '"file.py:Attr" beside the config file.',
-    )  # fmt: skip
+    )
     args: dict[str, Any] = Field({}, description="Keyword arguments of target.")
     blocks: str | None = Field(None, description='Where the repeated blocks are, e.g. "transformer.h"; null: found.')
     tiny: dict[str, Any] = Field({}, description="Arguments that replace those in args for a quick trial of the model.")
@@ -30,7 +29,8 @@ class DataSection(Section):
     shorthand: ClassVar[str] = "path"
 
     path: str | None = Field(
-        None, description="A text file, a folder, or a .bin file of token ids; null: the Python standard library's source."
+        None,
+        description="A text file, a folder, or a .bin file of token ids; null: the Python standard library's source.",
     )
     sequence_length: int = Field(128, ge=1, description="Tokens per sample.")
     num_workers: int = Field(0, ge=0, description="Loader processes per rank.")
@@ -53,5 +53,7 @@ class TrainingSection(Section):
 class ParallelSection(Section):
     """What DeepSpeed leaves to code."""
 
-    placement: str = Field("PDT", description="Order of the axes from outermost to innermost: a permutation of P, D, T.")
+    placement: str = Field(
+        "PDT", description="Order of the axes from outermost to innermost: a permutation of P, D, T."
+    )
     context_parallel: int = Field(1, ge=1, description="Ranks that share each sequence by ring attention.")

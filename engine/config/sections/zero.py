@@ -1,7 +1,5 @@
 """``zero_optimization`` and ``aio``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -83,7 +81,9 @@ class ZeroSection(Section):
     shorthand: ClassVar[str] = "stage"
     free_keys: ClassVar[frozenset[str]] = frozenset({"zeropp_loco_param"})
 
-    stage: int = Field(0, ge=0, le=3, description="0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.")
+    stage: int = Field(
+        0, ge=0, le=3, description="0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."
+    )
     contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they appear.")
     reduce_scatter: bool = Field(True, description="Reduce gradients to their owner rather than to everyone.")
     reduce_bucket_size: int = Field(500_000_000, ge=0, description="Gradients reduced at once, in elements.")
@@ -101,7 +101,9 @@ class ZeroSection(Section):
     param_persistence_threshold: int = Field(
         100_000, ge=0, description="Parameters with fewer elements stay whole on every rank (stage 3)."
     )
-    model_persistence_threshold: int = Field(NO_LIMIT, ge=0, description="Cap on all elements that stay whole (stage 3).")
+    model_persistence_threshold: int = Field(
+        NO_LIMIT, ge=0, description="Cap on all elements that stay whole (stage 3)."
+    )
     max_live_parameters: int = Field(1_000_000_000, ge=0, description="Elements gathered at any time (stage 3).")
     max_reuse_distance: int = Field(
         1_000_000_000, ge=0, description="Keep a parameter that is used again within this many elements (stage 3)."
@@ -113,12 +115,16 @@ class ZeroSection(Section):
     ignore_unused_parameters: bool = Field(True, description="false: a parameter without a gradient is an error.")
     round_robin_gradients: bool = Field(False, description="Spread gradient copies to the CPU over the ranks.")
     legacy_stage1: bool = Field(False, description="Removed from DeepSpeed; must be false.")
-    zero_hpz_partition_size: int = Field(1, ge=0, description="ZeRO++: ranks that share a second copy of the shards (stage 3).")
+    zero_hpz_partition_size: int = Field(
+        1, ge=0, description="ZeRO++: ranks that share a second copy of the shards (stage 3)."
+    )
     zero_quantized_weights: bool = Field(False, description="ZeRO++: gather parameters as int8 (stage 3).")
     zero_quantized_nontrainable_weights: bool = Field(False, description="ZeRO++: the same for frozen parameters.")
     zero_quantized_gradients: bool = Field(False, description="ZeRO++: reduce gradients in low precision (stage 3).")
     zeropp_loco_param: dict[str, Any] | None = Field(None, description='LoCo error feedback: {"err_beta", "reset_T"}.')
-    mics_shard_size: int = Field(-1, description="MiCS: ranks that shard together, replicated beyond (stage 3); -1: off.")
+    mics_shard_size: int = Field(
+        -1, description="MiCS: ranks that shard together, replicated beyond (stage 3); -1: off."
+    )
     mics_hierarchical_params_gather: bool = Field(False, description="MiCS: gather within nodes first.")
     memory_efficient_linear: bool = Field(True, description="DeepSpeed's own linear layer under zero.Init.")
     pipeline_loading_checkpoint: bool = Field(False, description="Ranks load a checkpoint one after another.")

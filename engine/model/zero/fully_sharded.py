@@ -87,16 +87,8 @@ class FullyShardedReduction:
         self._device = mesh.device
         sharded = dict(model.named_parameters())
         self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
-        self.shards, self._local = [], []
-        rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
-        for info, parameter in self.parameters:
-            local = local_part(parameter)
-            start, stop = row_range(info.shape, rank, size)
-            if start == stop:
-                continue
-            shard = ParameterShard(info, nn.Parameter(local), start, stop)
-            self.shards.append(shard)
-            self._local.append((shard, parameter))
+        self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
+        self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
 
     def begin_backward(self, last: bool) -> None:
         self._model.set_is_last_backward(last)
@@ -144,6 +136,21 @@ class FullyShardedReduction:
 
     def close(self) -> None:
         pass
+
+
+def row_shards(
+    model: nn.Module, registry: ParameterRegistry, mesh: Mesh, indices: set[int], complement: bool = True
+) -> list[ParameterShard]:
+    """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
+    rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
+    sharded = dict(model.named_parameters())
+    shards = []
+    for info in registry.infos:
+        start, stop = row_range(info.shape, rank, size)
+        if start < stop and (info.index in indices) != complement:
+            local = nn.Parameter(local_part(sharded[info.name]), requires_grad=info.trainable)
+            shards.append(ParameterShard(info, local, start, stop))
+    return shards
 
 
 @torch.no_grad()
