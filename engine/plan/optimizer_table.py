@@ -6,7 +6,7 @@ Sources: https://pytorch.org/docs/stable/optim.html and DeepSpeed's defaults whe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ class OptimizerSpec:
     """
 
     defaults: Mapping[str, Any]
-    consumed: Mapping[str, Any] = MappingProxyType({})
+    consumed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FUSED_KEYS = {"set_grad_none": True, "fp32_optimizer_states": True}
@@ -43,7 +43,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
             {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
         ),
         "Lion": OptimizerSpec({"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, _FUSED_KEYS),
-        "Adafactor": OptimizerSpec({"lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0}),
+        "Adafactor": OptimizerSpec(
+            {"lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0}
+        ),
         "Lamb": OptimizerSpec(
             {**_ADAM, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01, "eps_inside_sqrt": False},
             {"amsgrad": False, "set_grad_none": True},
@@ -59,7 +61,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
 MUON_GROUP: Mapping[str, Any] = MappingProxyType(
     {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original"}
 )
-"""Matrices inside the model (DeepSpeed's defaults). ``original``: the update is scaled by sqrt(max(1, rows / columns))."""
+"""Matrices inside the model, with DeepSpeed's defaults. ``original`` scales an update by sqrt(max(1, rows / columns))."""
 
 MUON_ADAM_GROUP: Mapping[str, Any] = MappingProxyType(
     {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}

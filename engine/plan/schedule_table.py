@@ -6,7 +6,7 @@ Sources: DeepSpeed's schedules and https://pytorch.org/docs/stable/optim.html#ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ class ScheduleSpec:
     """
 
     required: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     lengths: tuple[str, ...] = ()
 
@@ -73,6 +73,7 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
 """DeepSpeed's schedules with DeepSpeed's defaults."""
 
 _LAST = ("last_epoch",)
+_MOMENTUM = ("cycle_momentum", "base_momentum", "max_momentum")
 
 TORCH: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
@@ -87,14 +88,13 @@ TORCH: Mapping[str, ScheduleSpec] = MappingProxyType(
         "CyclicLR": ScheduleSpec(
             ("base_lr", "max_lr"),
             {},
-            ("step_size_up", "step_size_down", "mode", "gamma", "scale_mode", "cycle_momentum")
-            + ("base_momentum", "max_momentum", *_LAST),
+            ("step_size_up", "step_size_down", "mode", "gamma", "scale_mode", *_MOMENTUM, *_LAST),
         ),
         "OneCycleLR": ScheduleSpec(
             ("max_lr",),
             {},
-            ("total_steps", "epochs", "steps_per_epoch", "pct_start", "anneal_strategy", "cycle_momentum")
-            + ("base_momentum", "max_momentum", "div_factor", "final_div_factor", "three_phase", *_LAST),
+            ("total_steps", "epochs", "steps_per_epoch", "pct_start", "anneal_strategy", "div_factor")
+            + ("final_div_factor", "three_phase", *_MOMENTUM, *_LAST),
             ("total_steps",),
         ),
     }
