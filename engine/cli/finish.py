@@ -61,7 +61,7 @@ def final_line(summary: dict[str, Any]) -> str:
 
 
 def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
-    """`length` bytes that the model writes after a line break, as text; None if it has no `generate(ids, num_tokens)`.
+    """`length` characters that the model writes after a line break; None if it has no `generate(ids, num_tokens)`.
 
     All ranks draw the same tokens from a generator of their own, which training never sees.
     """
@@ -72,18 +72,20 @@ def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
     if "num_tokens" not in names:
         return None
     device = model_engine.mesh.device
-    arguments: dict[str, Any] = {"num_tokens": length}
-    if "generator" in names:
-        arguments["generator"] = torch.Generator(device).manual_seed(seed)
-    prompt = torch.tensor([[ord("\n")]], device=device)
+    arguments = {"generator": torch.Generator(device).manual_seed(seed)} if "generator" in names else {}
+    token_ids = torch.tensor([[ord("\n")]], device=device)
+    text = ""
     was_training = model_engine.module.training
     model_engine.module.eval()
     try:
         with torch.no_grad():
-            written = generate(prompt, **arguments)
+            # Several bytes can make one character, so the first round may fall short.
+            while len(text) < length:
+                token_ids = generate(token_ids, num_tokens=length - len(text), **arguments)
+                text = readable(bytes(token % 256 for token in token_ids[0, 1:].tolist()))
     finally:
         model_engine.module.train(was_training)
-    return readable(bytes(token % 256 for token in written[0, prompt.shape[1] :].tolist()))
+    return text[:length]
 
 
 def readable(text: bytes) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
+from engine.launch.signals import LAUNCHER_PID
 from engine.plan import World
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def real_world(config: Config, environment: RankEnvironment, nproc: int | None) 
                 f"--nproc is {nproc}, but {environment.launcher} has started {environment.world_size} ranks; "
                 f"leave --nproc out"
             )
-        how = f"{environment.launcher} variables"
+        how = "--nproc" if LAUNCHER_PID in os.environ else f"{environment.launcher} variables"
         return World(environment.world_size, environment.local_world_size, device, device_count, how)
     if nproc is not None:
         return World(nproc, nproc, device, device_count, "--nproc")
