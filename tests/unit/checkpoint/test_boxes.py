@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import numpy
@@ -115,7 +116,7 @@ def test_partition_fault_agrees_with_counting(case):
 
 def test_a_flat_partition_is_a_partition():
     cuts = [0, 5, 5, 17, 30]
-    boxes = [box for start, stop in zip(cuts, cuts[1:], strict=False) for box in flat_range_boxes((5, 6), start, stop)]
+    boxes = [box for start, stop in pairwise(cuts) for box in flat_range_boxes((5, 6), start, stop)]
     assert partition_fault((5, 6), boxes) is None
     assert partition_fault((5, 6), boxes[1:]) == "5 of its 30 elements are given by no rank"
 

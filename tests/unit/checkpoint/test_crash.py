@@ -1,73 +1,123 @@
-"""kill -9 in the middle of a save: the previous checkpoint loads, `latest` is right, the next save cleans up."""
+"""kill -9 in the middle of a save: a whole checkpoint loads, `latest` names one, the next save cleans up.
+
+The saves run in forked children that touch no torch kernel, only the memory of tensors made before the fork.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
 
-from engine.checkpoint import load_tensors, read_manifest
+from engine.checkpoint import folder, list_tags, load_tensors, read_manifest, tensor_file
 
-# Saves `old` (zeros), then saves again (ones) with one step of the save slowed down to forever.
-SCRIPT = """
-import sys, time
-import torch
-from engine.checkpoint import folder, save, tensor_file
-from engine.contracts import Chunk, SavedLayout
-
-directory, tag, stall_at = sys.argv[1:]
-layout = SavedLayout(world_size=1, zero_stage=0, mesh={}, global_batch_size=1)
-
-def write(tag, value):
-    tensor = torch.full((3_000_000,), value)
-    chunk = Chunk("parameters.x", (3_000_000,), (0,), (3_000_000,), tensor)
-    save(directory, tag, chunks=[chunk], states={}, layout=layout, client_state={}, config={},
-         counters={"global_steps": 0}, aliases={}, rank=0, world_size=1)
-
-def stall(*arguments):
-    print("stalled", flush=True)
-    time.sleep(60)
-
-def slow(descriptor, block, real=tensor_file._write_all):
-    real(descriptor, block[: len(block) // 2])
-    stall()
-
-write("old", 0.0)
-if stall_at == "tensors":
-    tensor_file._write_all = slow
-else:
-    folder.delete = stall  # the replaced checkpoint is aside, the new one in place
-write(tag, 1.0)
-"""
+SIZE = 300_000
 
 
-def kill_during_save(directory, tag, stall_at):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(directory), tag, stall_at],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stalled\n"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(20) == -signal.SIGKILL
-    process.stdout.close()
+@pytest.fixture
+def killed(world, tmp_path):
+    """Run ``body(report)`` in a child and kill it ``delay`` seconds after it called ``report``."""
+
+    def run(body, delay=0.0):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                body(lambda: os.write(writing, b"!"))
+            finally:
+                os._exit(3)  # not reached by a child that is killed in time
+        os.close(writing)
+        try:
+            assert os.read(reading, 1) == b"!"
+            time.sleep(delay)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            os.close(reading)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+
+    return run
+
+
+def value_in(world, directory, tag=None):
+    """The one value that a checkpoint's tensor is filled with; fails where it is a mixture."""
+    target = torch.full((SIZE,), -1.0)
+    load_tensors(directory, tag, [world.whole("parameters.x", target)])
+    assert target.eq(target[0]).all()
+    return target[0].item()
+
+
+def stall_at(moment, report):
+    """Make the save of this process stop for good at ``moment``."""
+
+    def stall(*arguments):
+        report()
+        time.sleep(60)
+
+    if moment == "tensors half written":
+        write = tensor_file._write_all
+
+        def half(descriptor, block):
+            write(descriptor, block[: len(block) // 2])
+            stall()
+
+        tensor_file._write_all = half
+    elif moment == "before the manifest":
+        folder.write_synced = stall
+    elif moment == "between the renames":
+        rename = os.rename
+        folder.os.rename = lambda source, target: stall() if ".partial-" in str(source) else rename(source, target)
+    elif moment == "before latest":
+        folder.write_latest = stall
+    elif moment == "before deleting the old":
+        folder.delete = stall
 
 
 @pytest.mark.parametrize(
-    ("tag", "stall_at", "expected"), [("new", "tensors", 0.0), ("old", "tensors", 0.0), ("old", "delete", 1.0)]
+    ("tag", "moment", "expected"),
+    [
+        ("new", "tensors half written", 0.0),
+        ("new", "before the manifest", 0.0),
+        ("new", "before latest", 0.0),
+        ("old", "tensors half written", 0.0),
+        ("old", "between the renames", 0.0),
+        ("old", "before deleting the old", 1.0),
+    ],
 )
-def test_a_killed_save_leaves_a_whole_checkpoint(world, tmp_path, tag, stall_at, expected):
-    kill_during_save(tmp_path, tag, stall_at)
-    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+def test_a_save_killed_at(world, tmp_path, killed, tag, moment, expected):
+    before, after = torch.zeros(SIZE), torch.ones(SIZE)
+    world.save(tmp_path, "old", [[world.whole("parameters.x", before)]])
+
+    def body(report):
+        stall_at(moment, report)
+        world.save(tmp_path, tag, [[world.whole("parameters.x", after)]])
+
+    killed(body)
+    whole_tags = ["new", "old"] if moment == "before latest" else ["old"]
+    assert list_tags(tmp_path) == whole_tags
     assert read_manifest(tmp_path).tag == "old"
-    target = torch.full((3_000_000,), -1.0)
-    load_tensors(tmp_path, None, [world.whole("parameters.x", target)])
-    assert target.eq(expected).all()
-    world.save(tmp_path, "next", [[world.whole("parameters.x", torch.ones(1))]])
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "next", "old"]
+    assert value_in(world, tmp_path) == expected
+    world.save(tmp_path, "next", [[world.whole("parameters.x", after)]])
+    assert sorted(os.listdir(tmp_path)) == sorted(["latest", "next", *whole_tags])
+    assert value_in(world, tmp_path, "old") == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_saves_killed_at_random_moments(world, tmp_path, killed, seed):
+    delay = torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * 0.05
+    values = [torch.full((SIZE,), float(number)) for number in range(4)]
+
+    def body(report):
+        for number in range(1_000_000):
+            world.save(tmp_path, f"tag{number % 3}", [[world.whole("parameters.x", values[number % 4])]])
+            if number == 2:
+                report()
+
+    killed(body, delay)
+    tags = list_tags(tmp_path)
+    assert tags == ["tag0", "tag1", "tag2"]
+    assert read_manifest(tmp_path).tag in tags
+    assert {value_in(world, tmp_path, tag) for tag in [*tags, None]} <= {0.0, 1.0, 2.0, 3.0}

@@ -20,7 +20,7 @@ from engine.checkpoint import (
     saving,
     verify_files,
 )
-from engine.checkpoint.exchange import exchange_of
+from engine.checkpoint.exchange import TorchExchange, exchange_of
 from engine.contracts import Chunk
 
 
@@ -192,7 +192,7 @@ def test_dtypes_convert_by_rule_and_are_noted(world, tmp_path):
     assert loaded.converted == {"parameters.x": "float32 rounded to bfloat16"}
     with pytest.raises(CheckpointError, match=r"values up to 3e\+38 do not fit float16"):
         load_tensors(tmp_path, "t", [world.whole("parameters.x", torch.zeros(3, dtype=torch.float16))])
-    with pytest.raises(CheckpointError, match="parameters.x: float32 values cannot be loaded into a int64"):
+    with pytest.raises(CheckpointError, match=r"parameters\.x: float32 values cannot be loaded into a int64"):
         load_tensors(tmp_path, "t", [world.whole("parameters.x", torch.zeros(3, dtype=torch.int64))])
 
 
@@ -388,3 +388,22 @@ def test_a_group_of_another_size_is_refused(world):
     results = world.on_ranks(2, wrong)
     assert all(isinstance(result, CheckpointError) for result in results)
     assert "rank 1 of 3, but its process group says rank 1 of 2" in str(results[1])
+
+
+def test_over_a_torch_process_group(world, tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        exchange = exchange_of(group, 0, 1)
+        assert isinstance(exchange, TorchExchange)
+        assert exchange.gather({"a": 1}) == [{"a": 1}]
+        assert exchange.broadcast((1, None)) == (1, None)
+        with pytest.raises(CheckpointError, match="Doing it failed: OSError: disk"):
+            exchange.collect(lambda: (_ for _ in ()).throw(OSError("disk")), "Doing it")
+        world.save(tmp_path, "t", [[world.whole("parameters.x", torch.ones(3))]])
+        target = torch.zeros(3)
+        load_tensors(tmp_path, "t", [world.whole("parameters.x", target)], group=group)
+        assert target.eq(1).all()
+        assert read_manifest(tmp_path, group=group).tag == "t"
+    finally:
+        torch.distributed.destroy_process_group()
