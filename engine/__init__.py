@@ -1,1 +1,49 @@
-"""A declarative, config-driven training engine for PyTorch."""
+"""A declarative, config-driven training engine for PyTorch.
+
+    model_engine, optimizer, loader, scheduler = engine.initialize(model=model, config="run.json", training_data=dataset)
+
+The public names are loaded on first use: importing this package (or `engine.config`, `engine.plan`) loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import Config, ConfigError, load_config
+    from engine.contracts import EngineError, LossSum, RunFailed, StepReport, Watcher
+    from engine.data.loader import RepeatingLoader
+    from engine.engine import Engine
+    from engine.entry import add_config_arguments, initialize
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "engine.config",
+    "ConfigError": "engine.config",
+    "Engine": "engine.engine",
+    "EngineError": "engine.contracts",
+    "LossSum": "engine.contracts",
+    "RepeatingLoader": "engine.data.loader",
+    "RunFailed": "engine.contracts",
+    "StepReport": "engine.contracts",
+    "Watcher": "engine.contracts",
+    "add_config_arguments": "engine.entry",
+    "initialize": "engine.entry",
+    "load_config": "engine.config",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

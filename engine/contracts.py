@@ -15,14 +15,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from engine.config.messages import EngineError
+
 if TYPE_CHECKING:
     import torch
 
     from engine.plan import Plan
 
 
-class EngineError(Exception):
-    """The user's mistake or an impossible request, told in one clear message. The command line exits with 2."""
+__all__ = [
+    "Chunk",
+    "Clipping",
+    "Curriculum",
+    "EngineError",
+    "ForwardBackward",
+    "LossSum",
+    "NoCurriculum",
+    "NoSchedule",
+    "OnLayoutChange",
+    "Precision",
+    "Reduction",
+    "RunFailed",
+    "SavedLayout",
+    "Schedule",
+    "Stateful",
+    "StepReport",
+    "Watcher",
+]
 
 
 class RunFailed(EngineError):
@@ -55,6 +74,18 @@ class StepReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     first_nonfinite: tuple[int, str] | None = None
     """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss that is a sum over ``count`` terms (tokens, say) instead of a mean.
+
+    The step then divides by the count of the whole window, over all micro-batches and ranks: exact where masks leave
+    them unequal. ``total`` is a 0-dim tensor with a graph, ``count`` local.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -126,31 +157,51 @@ class Watcher:
 class Reduction(Protocol):
     """Owns parameters, gradients and masters of the data-parallel axis: every ZeRO stage is one of these.
 
-    After `finish` the gradients behind `shards` are complete: summed over micro-batches, averaged over the
-    data-parallel ranks, still multiplied by the loss scale.
+    After `finish` the gradients behind `shards` are complete: summed over micro-batches and data-parallel ranks,
+    still multiplied by the loss scale. Divided by ``divisor`` they are what the config asks for (the mean over ranks).
     """
 
+    divisor: float
+
     def begin_backward(self, last: bool) -> None:
-        """Called before each backward; ``last`` says that the step follows, so that reduction may overlap with it."""
+        """Before each backward of `Engine.backward`; ``last``: the step follows, so that reduction may overlap."""
+
+    def end_backward(self) -> None: ...
 
     def finish(self) -> None:
         """Reduce whatever the backward passes of this window have not reduced yet."""
 
-    def sum_of_squares(self) -> torch.Tensor:
-        """This rank's share (0-dim float64) of the squared gradient norm: the sum over all ranks is the global value."""
+    def sum_of_squares(self, exact: bool = False) -> torch.Tensor:
+        """This rank's share (0-dim float64) of the squared gradient norm; the sum over all ranks is the global value.
+        ``exact``: no intermediate overflow in fp32, at the price of a pass in float64."""
 
-    def scale_gradients(self, factor: float) -> None: ...
+    def first_nonfinite(self) -> int | None:
+        """Registry index of the first parameter whose local gradient is not finite."""
+
+    def untouched(self) -> list[int]:
+        """Registry indices of parameters that got no gradient on this rank in this window."""
+
+    def drop_gradients(self, indices: set[int]) -> None:
+        """These got no gradient on any rank: no update and no decay for them."""
 
     def publish(self) -> None:
         """After the optimizer: make the parameters that the next forward reads equal to the masters."""
 
     def zero_gradients(self) -> None: ...
 
+    def defers(self) -> bool:
+        """Whether `Engine.no_sync` truly defers the reduction."""
+
+    def close(self) -> None: ...
+
 
 class Precision(Protocol):
     """Loss scaling. Neutral element: scale 1, never changes."""
 
     scale: float
+
+    exhausted: bool
+    """An overflow asked for a scale below the minimum."""
 
     def update(self, overflow: bool) -> None: ...
 
@@ -167,10 +218,23 @@ class Schedule(Protocol):
     def step(self) -> None: ...
 
 
+class NoSchedule:
+    """The neutral element."""
+
+    def step(self) -> None: ...
+
+
 class Curriculum(Protocol):
     """What the model sees of a batch. Neutral element: all of it."""
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
+
+class NoCurriculum:
+    """The neutral element."""
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
 
 
 class ForwardBackward(Protocol):

@@ -1,0 +1,32 @@
+"""Saving and loading a run: JSON manifest and safetensors files, committed by one rename, read under any layout."""
+
+from engine.checkpoint.boxes import Box, flat_range_boxes, intersect
+from engine.checkpoint.errors import CheckpointError
+from engine.checkpoint.exchange import Exchange
+from engine.checkpoint.folder import default_tag, list_tags
+from engine.checkpoint.load import LoadedTensors, load_client_state, load_tensors, verify_files
+from engine.checkpoint.manifest import Manifest
+from engine.checkpoint.manifest_reader import read_manifest
+from engine.checkpoint.report import describe
+from engine.checkpoint.retention import prune
+from engine.checkpoint.save import TagValidation, save
+
+__all__ = [
+    "Box",
+    "CheckpointError",
+    "Exchange",
+    "LoadedTensors",
+    "Manifest",
+    "TagValidation",
+    "default_tag",
+    "describe",
+    "flat_range_boxes",
+    "intersect",
+    "list_tags",
+    "load_client_state",
+    "load_tensors",
+    "prune",
+    "read_manifest",
+    "save",
+    "verify_files",
+]

@@ -1,0 +1,1 @@
+"""The command line. `train` is the default command; each other command is one file."""

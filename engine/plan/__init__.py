@@ -1,5 +1,11 @@
-"""What a config means for one world: `plan(config, world, facts=None) -> Plan`. Imports no torch."""
+"""What a config means for one world: `plan(config, world, facts=None) -> Plan`. Imports no torch.
 
+`engine.plan.plan` as an attribute is the function; the records stand in the module of the same name
+(`from engine.plan.plan import ...`) and are all exported here.
+"""
+
+from engine.plan.estimates import MemoryEstimate, estimate_memory
+from engine.plan.facts import ModelFacts
 from engine.plan.plan import (
     BatchPlan,
     Degrees,
@@ -12,16 +18,27 @@ from engine.plan.plan import (
     World,
     ZeroPlan,
 )
+from engine.plan.render import render_plan, render_values
+from engine.plan.resolve import plan
+from engine.plan.verdict import Verdict, verdict
 
 __all__ = [
     "BatchPlan",
     "Degrees",
     "LossScalePlan",
+    "MemoryEstimate",
+    "ModelFacts",
     "OptimizerPlan",
     "Plan",
     "PrecisionPlan",
     "Resolved",
     "SchedulePlan",
+    "Verdict",
     "World",
     "ZeroPlan",
+    "estimate_memory",
+    "plan",
+    "render_plan",
+    "render_values",
+    "verdict",
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from engine.config import Config, Note
+    from engine.plan.facts import ModelFacts
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Origin = Literal["user", "default", "auto", "derived"]
@@ -23,6 +24,8 @@ class World:
     local_size: int = 1
     device: str = "cpu"
     device_count: int = 0
+    how: str = ""
+    """How the size was found, as a clause for messages: "torchrun variables", "no process group was found"."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class Plan:
     seed: int
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
+    facts: ModelFacts | None = None
 
     def render(self) -> str:
         """The plan as text for people, one value a line with its origin."""

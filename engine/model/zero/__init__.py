@@ -1,0 +1,106 @@
+"""ZeRO: `apply` makes the model data-parallel as the plan's stage says and returns the `Reduction` role.
+
+First file to read: buckets.py (stages 0 to 2), then fully_sharded.py (stage 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.config.messages import EngineError
+from engine.mesh import Mesh
+from engine.model.materialise import Materialiser
+from engine.model.zero.buckets import BucketReduction
+from engine.model.zero.fully_sharded import FullyShardedReduction, row_shards, shard_model
+from engine.model.zero.layout import DTYPES, HALF, Granularity, build_buckets, compute_dtype, master_dtype
+from engine.model.zero.shards import ParameterShard
+from engine.model.zero.whole_parameters import OwnedParametersReduction
+from engine.parameters import ParameterRegistry
+from engine.plan import Plan, PrecisionPlan
+
+__all__ = ["DTYPES", "Granularity", "ParameterShard", "Zero", "apply"]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The role, and this rank's shards of the parameters that it does not train.
+
+    ``writes_trained``/``writes_frozen``: whether this rank saves them, as one of those that hold the same.
+    """
+
+    reduction: BucketReduction | FullyShardedReduction
+    frozen: Sequence[ParameterShard]
+    writes_trained: bool
+    writes_frozen: bool
+
+
+def apply(
+    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, granularity: Granularity
+) -> Zero:
+    """Fill, place, cast and shard ``model`` in place. On one data-parallel rank every stage is the same thing."""
+    shard_group, replicate_group = mesh.group("dp_shard"), mesh.group("dp_replicate")
+
+    def broadcast(tensor: Tensor) -> None:
+        replicate_group.broadcast(tensor)
+        shard_group.broadcast(tensor)
+
+    first_replica = replicate_group.rank == 0
+    sharded = plan.zero.stage == 3 and shard_group.size > 1
+    dtype_of = master_dtype if sharded else lambda dtype: dtype
+    materialise = Materialiser(model, registry, mesh.device, plan.seed, broadcast, dtype_of)
+    managed = [info for info in registry.infos if info.group is not None]
+    indices = {info.index for info in managed}
+    if sharded:
+        precision = _uniform(registry, plan.precision)
+        shard_model(model, blocks, plan.zero, precision, mesh, materialise)
+        cast_buffers(model, plan.precision)
+        kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
+        reduction = kind(model, registry, managed, plan.zero, mesh)
+        return Zero(reduction, row_shards(model, registry, mesh, indices), first_replica, first_replica)
+
+    materialise([model])
+    trained, frozen = [], []
+    for info, parameter in registry.parameters():
+        if info.index in indices:
+            trained.append((info, parameter))
+            continue
+        parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
+        frozen.append(ParameterShard(info, parameter, 0, info.numel))
+    cast_buffers(model, plan.precision)
+    reduction = build_buckets(trained, plan.zero, plan.precision, granularity, shard_group, replicate_group)
+    return Zero(reduction, frozen, first_replica, first_replica and shard_group.rank == 0)
+
+
+@torch.no_grad()
+def cast_buffers(model: nn.Module, precision: PrecisionPlan) -> None:
+    """Buffers keep their dtype unless ``data_types.buffer_dtype`` says otherwise."""
+    if precision.buffers is None:
+        return
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[key] = buffer.to(DTYPES[precision.buffers])
+
+
+def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> PrecisionPlan:
+    """Stage 3 with a model that is 16-bit already: forward stays in its dtype, the shards are fp32 masters.
+
+    Raises EngineError for a model of several dtypes, which FSDP2 cannot gather together.
+    """
+    if precision.compute != "fp32":
+        return precision
+    dtypes = {info.dtype for info in registry.infos}
+    if dtypes.isdisjoint(HALF):
+        return precision
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise EngineError(
+            f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. Switch on bf16 or fp16 in "
+            "the config, or use stage 0, 1 or 2"
+        )
+    (dtype,) = dtypes
+    return replace(precision, compute="bf16" if dtype == torch.bfloat16 else "fp16")

@@ -1,0 +1,141 @@
+"""Plan + the user's model -> Engine. One page, one visible order; a feature's place in it is its line here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.checkpoint.tree import StateTree
+from engine.collectives.ledger import Ledger
+from engine.contracts import NoCurriculum, NoSchedule, SavedLayout
+from engine.data.loader import DistributedLoader
+from engine.engine import Engine, Roles
+from engine.mesh import Mesh
+from engine.model import zero
+from engine.model.blocks import find_blocks
+from engine.optim.client import client_optimizer
+from engine.optim.clipping import build_clipping
+from engine.optim.factory import granularity
+from engine.optim.groups import optimizer_over
+from engine.optim.loss_scaler import LossScaler
+from engine.optim.optimizer import EngineOptimizer
+from engine.optim.schedule_factory import build_schedule
+from engine.optim.schedule_state import ScheduleState
+from engine.parameters import ParameterRegistry
+from engine.plan import Plan
+from engine.random import RandomStates
+from engine.watch import build_watchers
+
+
+def build(
+    plan: Plan,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    output: Path | None = None,
+    on_destroy: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
+    # who is where, and who is who
+    mesh = Mesh(plan.degrees, device, Ledger())
+    blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
+    client = client_optimizer(optimizer, model, model_parameters)
+    registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
+
+    # transforms, outermost axis first
+    data_parallel = zero.apply(model, registry, blocks, plan, mesh, _granularity(plan, client))
+    reduction = data_parallel.reduction
+
+    # roles
+    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, mesh.group("dp_shard").sum)
+    schedule = _schedule(plan, lr_scheduler, stepper)
+    precision = LossScaler(plan.precision.loss_scale)
+    if stepper is not None:
+        stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=reduction.zero_gradients)
+    roles = Roles(reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn)
+
+    # data and state
+    loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None
+    state = StateTree(
+        trained=reduction.shards,
+        frozen=data_parallel.frozen,
+        buffers=_persistent_buffers(model),
+        optimizer=stepper,
+        aliases=registry.aliases,
+        writes_trained=data_parallel.writes_trained,
+        writes_frozen=data_parallel.writes_frozen,
+        rank=mesh.rank,
+        layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
+        config=plan.config.raw,
+        tag_validation=plan.config.checkpoint.tag_validation,
+    )
+    state.add(ScheduleState(schedule), precision, loader, RandomStates())
+
+    # what only watches
+    watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)
+
+    return Engine(
+        model,
+        plan,
+        mesh,
+        registry,
+        roles,
+        compute_dtype=zero.DTYPES[plan.precision.compute] if plan.precision.compute != "fp32" else None,
+        autocast=_autocast(plan, device),
+        watchers=watchers,
+        state=state,
+        training_dataloader=loader,
+        lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
+        on_destroy=on_destroy,
+    )
+
+
+def _granularity(plan: Plan, client: torch.optim.Optimizer | None) -> zero.Granularity:
+    if client is not None:
+        return granularity(type(client))
+    return granularity(plan.optimizer.type) if plan.optimizer is not None else "elementwise"
+
+
+def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) -> Any:
+    if optimizer is None:
+        return NoSchedule()
+    if lr_scheduler is None:
+        return build_schedule(plan.schedule, optimizer)
+    return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+
+
+def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[..., Any] | None) -> DistributedLoader:
+    return DistributedLoader(
+        training_data,
+        plan.batch.micro_batch_size,
+        plan.batch.accumulation_steps,
+        mesh.dp_size,
+        mesh.dp_rank,
+        plan.seed,
+        num_workers=plan.config.data.num_workers,
+        collate_fn=collate_fn,
+        pin_memory=mesh.device.type != "cpu",
+    )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _autocast(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    if plan.precision.autocast is None:
+        return contextlib.nullcontext
+    dtype = zero.DTYPES[plan.precision.autocast]
+    return lambda: torch.autocast(device.type, dtype)

@@ -1,0 +1,110 @@
+"""What saving and loading need from the other ranks: gather to rank 0 and broadcast from it.
+
+Everything collective goes through `Exchange.collect` and `Exchange.on_first`, so that a failure on any rank becomes
+the same `CheckpointError` on all of them and nobody waits for a rank that gave up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from engine.checkpoint.errors import CheckpointError, attempt, summarise
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Exchange(ABC):
+    """Two collectives on small Python objects. All ranks call them in the same order."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in rank order, on rank 0; None elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+
+    def collect(self, action: Callable[[], T], doing: str) -> list[T] | None:
+        """Run ``action`` on every rank and gather its values on rank 0 (None elsewhere).
+
+        Where it failed on any rank, every rank raises the same `CheckpointError`, naming rank and cause; ``doing``
+        opens the message ("Saving 'global_step7'").
+        """
+        gathered = self.gather(attempt(action))
+        verdict = summarise([failure for _, failure in gathered]) if gathered is not None else None
+        verdict = self.broadcast((verdict,))[0]
+        if verdict is not None:
+            raise CheckpointError(f"{doing} failed: {verdict}")
+        return None if gathered is None else [value for value, _ in gathered]
+
+    def on_first(self, action: Callable[[], T], doing: str) -> T:
+        """Run ``action`` on rank 0 only and return its value on every rank; its failure is raised on every rank."""
+        outcome = attempt(action) if self.rank == 0 else None
+        value, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise CheckpointError(f"{doing} failed: {failure}")
+        return value  # type: ignore[return-value]  # no failure: the value is the action's
+
+
+class Alone(Exchange):
+    """One process, no process group."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return [value]
+
+    def broadcast(self, value: T | None) -> T:
+        return value  # type: ignore[return-value]
+
+
+class TorchExchange(Exchange):
+    """Over a `torch.distributed` process group (None: the default one), gloo or NCCL.
+
+    Pickle is used between live ranks of one job only, by torch's object collectives; never for anything on disk.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, group=self._group, group_dst=0)
+        return gathered
+
+    def broadcast(self, value: T | None) -> T:
+        holder: list[Any] = [value]
+        dist.broadcast_object_list(holder, group=self._group, group_src=0)
+        return holder[0]
+
+
+def exchange_of(group: ProcessGroup | Exchange | None, rank: int, world_size: int) -> Exchange:
+    """The `Exchange` among the ``world_size`` ranks of ``group``, of which this is ``rank``.
+
+    Raises `CheckpointError` where the caller's numbers are not the group's: a save among the wrong ranks would hang.
+    """
+    if isinstance(group, Exchange):
+        exchange: Exchange = group
+    elif group is None and world_size == 1:
+        exchange = Alone()
+    else:
+        exchange = TorchExchange(group)
+    if (exchange.rank, exchange.world_size) != (rank, world_size):
+        raise CheckpointError(
+            f"A checkpoint call came as rank {rank} of {world_size}, but its process group says rank {exchange.rank} "
+            f"of {exchange.world_size}. Pass the group that all ranks of the run belong to."
+        )
+    return exchange

@@ -1,0 +1,49 @@
+"""In words: what a load left as it was. Every load prints this; a resume must not pass for more than it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from engine.checkpoint.errors import listing
+from engine.checkpoint.load import LoadedTensors
+from engine.checkpoint.manifest import CLIENT_STATE, Manifest
+from engine.contracts import SavedLayout
+
+
+def describe(
+    manifest: Manifest,
+    *,
+    layout: SavedLayout,
+    loaded: LoadedTensors,
+    restored_states: Collection[str],
+    client_state_restored: bool = True,
+) -> list[str]:
+    """One plain sentence for each thing that the checkpoint holds and the load did not restore as it was saved.
+
+    ``layout`` is the present one; ``loaded`` is what `load_tensors` returned; ``restored_states`` names the `Stateful`s
+    that took their state. Empty where everything came back exactly.
+    """
+    lines = []
+    if loaded.missing:
+        lines.append(f"Not in the checkpoint, left as initialised: {listing(loaded.missing)}.")
+    sections = Counter(
+        name.partition(".")[0]
+        for name in manifest.tensors
+        if name not in loaded.restored_names and not name.startswith(f"{CLIENT_STATE}.")
+    )
+    lines += [f"Not restored: {count} saved tensors of {section!r}." for section, count in sorted(sections.items())]
+    changes = Counter(loaded.converted.values())
+    lines += [f"Converted: {count} tensors from {change}." for change, count in sorted(changes.items())]
+    same = manifest.same_ranks(layout)
+    for name, state in manifest.states.items():
+        if name not in restored_states:
+            moved = not same and state.on_layout_change != "reshard"
+            why = ": it belongs to the ranks of the layout it was saved under" if moved else ""
+            lines.append(f"Not restored: the state of {name!r}{why}.")
+    if manifest.encoded_client_state and not client_state_restored:
+        lines.append("Not restored: client_state.")
+    if manifest.layout.global_batch_size != layout.global_batch_size:
+        saved = manifest.layout.global_batch_size
+        lines.append(f"The global batch is {layout.global_batch_size} samples; the checkpoint's was {saved}.")
+    return lines

@@ -1,0 +1,240 @@
+"""One tree: everything a run needs to go on, gathered for `save` and handed back by `load`.
+
+Tensors travel as boxes of global tensors: ``parameters.NAME`` (masters, fp32 where the model is 16-bit),
+``buffers.NAME`` and ``optimizer.NAME.KEY``. Everything else is JSON, from `Stateful` parts. Names do not depend on
+the layout, so any checkpoint loads under any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.load import load_client_state, load_tensors
+from engine.checkpoint.manifest import Manifest
+from engine.checkpoint.manifest_reader import read_manifest
+from engine.checkpoint.report import describe
+from engine.checkpoint.save import TagValidation, save
+from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
+
+log = logging.getLogger("engine")
+
+
+class Info(Protocol):
+    name: str
+
+
+class Shard(Protocol):
+    """This rank's part of a parameter, as the ZeRO stages give it."""
+
+    info: Any
+    parameter: nn.Parameter
+    start: int
+
+    def chunks(self, name: str, tensor: Tensor) -> Iterator[Chunk]: ...
+
+
+class OptimizerState(Protocol):
+    def initialize_state(self, names: Collection[str] | None = None) -> None: ...
+    def named_state(self) -> dict[str, dict[str, Any]]: ...
+    def load_named_state(self, named: Mapping[str, Mapping[str, Any]]) -> list[str]: ...
+    def group_options(self) -> list[dict[str, Any]]: ...
+    def load_group_options(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
+
+
+class StateTree:
+    """The state of one engine on one rank.
+
+    ``trained``/``frozen``: this rank's shards. ``writes_trained``/``writes_frozen``: whether this rank is the one of
+    their replicas that saves them. ``config`` is the resolved config as JSON.
+    """
+
+    def __init__(
+        self,
+        *,
+        trained: Sequence[Shard],
+        frozen: Sequence[Shard],
+        buffers: Mapping[str, Tensor],
+        optimizer: OptimizerState | None,
+        aliases: Mapping[str, str],
+        writes_trained: bool,
+        writes_frozen: bool,
+        rank: int,
+        layout: SavedLayout,
+        config: Mapping[str, Any],
+        tag_validation: TagValidation = "Warn",
+    ) -> None:
+        self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
+        self._aliases, self._rank, self.layout = aliases, rank, layout
+        self._writes_trained, self._writes_frozen = writes_trained, writes_frozen
+        self._config, self._tag_validation = config, tag_validation
+        self._parts: dict[str, Stateful] = {}
+
+    def add(self, *parts: Stateful | None) -> None:
+        """Parts without a state of their own (None) are left out."""
+        self._parts |= {part.name: part for part in parts if part is not None}
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str,
+        client_state: Mapping[str, Any],
+        save_latest: bool = True,
+        exclude_frozen: bool = False,
+    ) -> Path:
+        """Write ``directory/tag``. All ranks call it."""
+        chunks: list[Chunk] = []
+        if self._writes_trained:
+            chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
+        if self._writes_frozen and not exclude_frozen:
+            chunks += self._parameter_chunks(self._frozen)
+        if self._rank == 0:
+            chunks += self._buffer_chunks()
+        states: dict[str, dict[str, Any]] = {
+            part.name: {"on_layout_change": part.on_layout_change, "state": part.state()} for part in self._parts.values()
+        }
+        if self._optimizer is not None:
+            states["optimizer_groups"] = {"on_layout_change": "reshard", "state": {"groups": self._optimizer.group_options()}}
+        return save(
+            directory,
+            tag,
+            chunks=chunks,
+            states=states,
+            layout=self.layout,
+            client_state=client_state,
+            config=self._config,
+            counters=self._parts["run"].state() if "run" in self._parts else {},
+            aliases=self._aliases,
+            rank=self._rank,
+            world_size=self.layout.world_size,
+            save_latest=save_latest,
+            tag_validation=self._tag_validation,
+        )
+
+    def _parameter_chunks(self, shards: Iterable[Shard]) -> Iterator[Chunk]:
+        for shard in shards:
+            yield from shard.chunks(f"parameters.{shard.info.name}", shard.parameter.detach())
+
+    def _buffer_chunks(self) -> list[Chunk]:
+        return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers.items()]
+
+    def _optimizer_chunks(self) -> Iterator[Chunk]:
+        """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
+        named = self._optimizer.named_state() if self._optimizer is not None else {}
+        for shard in self._trained:
+            for key, value in named.get(shard.info.name, {}).items():
+                name = f"optimizer.{shard.info.name}.{key}"
+                if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
+                    yield from shard.chunks(name, value)
+                elif value is not None and shard.start == 0:
+                    yield _whole(name, _as_tensor(value))
+
+    # --- loading -----------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        strict: bool,
+        optimizer: bool,
+        lr_scheduler: bool,
+        run: bool,
+        override_batch: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Fill this rank's shards and parts. ``run``: counters, data position, loss scale and the like.
+
+        Returns (path, client_state), or (None, None) with a warning where there is nothing. Raises EngineError, alike
+        on all ranks, for a checkpoint that does not fit.
+        """
+        manifest = read_manifest(directory, tag, rank=self._rank, world_size=self.layout.world_size)
+        if manifest is None:
+            log.warning("no checkpoint in %s: nothing was loaded", os.fspath(directory))
+            return None, None
+        if run:
+            self._check_batch(manifest, override_batch)
+        chunks = [*self._parameter_chunks((*self._trained, *self._frozen)), *self._buffer_chunks()]
+        whole: dict[str, dict[str, Tensor]] = {}
+        if optimizer and self._optimizer is not None:
+            chunks += self._wanted_optimizer_chunks(manifest, whole)
+        loaded = load_tensors(
+            directory,
+            manifest.tag,
+            chunks,
+            strict=["parameters"] if strict else False,
+            rank=self._rank,
+            world_size=self.layout.world_size,
+        )
+        restored = set()
+        if optimizer and self._optimizer is not None:
+            self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
+            groups = manifest.state("optimizer_groups", self.layout, self._rank)
+            if groups is not None:
+                self._optimizer.load_group_options(groups["groups"])
+                restored.add("optimizer_groups")
+        for part in self._parts.values():
+            if part.name == "lr_scheduler" and not lr_scheduler or part.name != "lr_scheduler" and not run:
+                continue
+            state = manifest.state(part.name, self.layout, self._rank)
+            if state is not None:
+                part.load(state, manifest.layout)
+                restored.add(part.name)
+        if self._rank == 0:
+            for line in describe(manifest, layout=self.layout, loaded=loaded, restored_states=restored):
+                log.info("%s", line)
+        return str(manifest.path), load_client_state(manifest)
+
+    def _wanted_optimizer_chunks(self, manifest: Manifest, whole: dict[str, dict[str, Tensor]]) -> list[Chunk]:
+        """Targets for the saved optimizer state of this rank's shards; what is not cut like them goes to ``whole``."""
+        assert self._optimizer is not None
+        saved = {name for name in manifest.tensors if name.startswith("optimizer.")}
+        names = [s.info.name for s in self._trained if any(n.startswith(f"optimizer.{s.info.name}.") for n in saved)]
+        self._optimizer.initialize_state(names)
+        named = self._optimizer.named_state()
+        chunks: list[Chunk] = []
+        for shard in self._trained:
+            for key, value in named.get(shard.info.name, {}).items():
+                name = f"optimizer.{shard.info.name}.{key}"
+                if manifest.resolve(name) is None:
+                    continue
+                if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
+                    chunks += shard.chunks(name, value)
+                elif value is not None:
+                    target = torch.empty_like(_as_tensor(value), device="cpu")
+                    whole.setdefault(shard.info.name, {})[key] = target
+                    chunks.append(_whole(name, target))
+        return chunks
+
+    def _check_batch(self, manifest: Manifest, override: bool) -> None:
+        saved, now = manifest.layout.global_batch_size, self.layout.global_batch_size
+        if saved == now or override:
+            return
+        raise EngineError(
+            f"{manifest.path} was trained with a global batch of {saved} samples, this run has {now}: the schedule and the "
+            f"data position would mean something else. Set train_batch_size to {saved} (accumulation follows), or ask for "
+            "the change with override_batch=True (--override-batch)"
+        )
+
+
+def _whole(name: str, tensor: Tensor) -> Chunk:
+    shape = tuple(tensor.shape)
+    return Chunk(name, shape, (0,) * len(shape), shape, tensor.detach())
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def _complete(
+    named: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Any]]:
+    """The states that have read parts of their own: those parts with the rest of their state, which is in place."""
+    return {name: {**named[name], **parts} for name, parts in whole.items()}

@@ -1,0 +1,78 @@
+"""The end of a run: the summary, the final lines, and a sample of what the model writes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.data.sources import bigram_entropy
+from engine.device import peak_memory_bytes
+from engine.watch import Summary
+from engine.watch.summary import write_json
+
+
+def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> None:
+    """On every rank: measuring memory and sampling from a sharded model take all of them. Rank 0 writes and prints."""
+    mesh, config = model_engine.mesh, model_engine.plan.config
+    peaks = [peak_memory_bytes(mesh.device)]
+    if mesh.world_size > 1:
+        gathered: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(gathered, peaks[0])
+        peaks = gathered
+    sample = sample_text(model_engine, config.training.sample_length, config.seed) if corpus.is_text else None
+    if mesh.rank != 0:
+        return
+    built = summary.build(
+        world_size=mesh.world_size,
+        config_hash=config.hash(),
+        bigram_entropy=bigram_entropy(corpus.validation.tokens),
+        peak_memory_bytes_per_rank=peaks,
+    )
+    write_json(output / "summary.json", built)
+    print(final_line(built))
+    print(f"written to {output}: summary.json, metrics.jsonl, config.resolved.json, checkpoints")
+    if sample is not None:
+        print(f"a sample of {len(sample)} characters:\n{sample}", flush=True)
+
+
+def final_line(summary: dict[str, Any]) -> str:
+    losses = {"train loss": "train_loss", "validation loss": "validation_loss", "bigram entropy": "bigram_entropy"}
+    shown = [f"{name} {summary[key]:.4f}" for name, key in losses.items() if summary[key] is not None]
+    speed = f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
+    return f"step {summary['steps']}: {' | '.join(shown)} (nats per token) | {speed}"
+
+
+def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
+    """`length` bytes that the model writes after a line break, as text; None if it has no `generate(ids, num_tokens)`.
+
+    All ranks draw the same tokens from a generator of their own, which training never sees.
+    """
+    generate = getattr(model_engine.module, "generate", None)
+    if length == 0 or generate is None:
+        return None
+    names = inspect.signature(generate).parameters
+    if "num_tokens" not in names:
+        return None
+    device = model_engine.mesh.device
+    arguments: dict[str, Any] = {"num_tokens": length}
+    if "generator" in names:
+        arguments["generator"] = torch.Generator(device).manual_seed(seed)
+    prompt = torch.tensor([[ord("\n")]], device=device)
+    was_training = model_engine.module.training
+    model_engine.module.eval()
+    try:
+        with torch.no_grad():
+            written = generate(prompt, **arguments)
+    finally:
+        model_engine.module.train(was_training)
+    return readable(bytes(token % 256 for token in written[0, prompt.shape[1] :].tolist()))
+
+
+def readable(text: bytes) -> str:
+    """Text that is safe to print: no broken bytes, no control characters that would move a terminal's cursor."""
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded)

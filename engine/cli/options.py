@@ -1,0 +1,76 @@
+"""What the commands have in common: reading the config, and the world it is planned for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from engine.contracts import EngineError
+from engine.plan import World
+
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.launch.environment import RankEnvironment
+
+
+class Parser(argparse.ArgumentParser):
+    """Without abbreviations: `--out` must not come to mean something else when an option is added."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=command, description=description, allow_abbrev=False)
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="replace a value of the config, e.g. --set zero_optimization.stage=2; may be repeated",
+    )
+    parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
+
+
+def positive(text: str) -> int:
+    """An argparse type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
+    """Raises ConfigError with everything that is wrong."""
+    from engine.config import load_config
+
+    return load_config(path, overrides=overrides, lenient=lenient)
+
+
+def imagined_world(config: Config, size: int, how: str) -> World:
+    """A world to plan for without asking torch what this machine has: the device that the config names, else the CPU."""
+    device = "cpu" if config.device == "auto" else config.device
+    return World(size=size, local_size=size, device=device, device_count=0, how=how)
+
+
+def real_world(config: Config, environment: RankEnvironment, nproc: int | None) -> World:
+    """The ranks that exist, or that are about to be started here: `nproc`, else one per accelerator, else one.
+
+    Raises EngineError where `nproc` contradicts the ranks that exist.
+    """
+    from engine.device import device_kind
+
+    device, device_count = ("cpu", 0) if config.device == "cpu" else device_kind()
+    if environment.launcher != "single":
+        if nproc not in (None, environment.world_size):
+            raise EngineError(
+                f"--nproc is {nproc}, but {environment.launcher} has started {environment.world_size} ranks; "
+                f"leave --nproc out"
+            )
+        how = f"{environment.launcher} variables"
+        return World(environment.world_size, environment.local_world_size, device, device_count, how)
+    if nproc is not None:
+        return World(nproc, nproc, device, device_count, "--nproc")
+    size = max(device_count, 1)
+    how = "one rank per accelerator" if device_count else "no accelerator, no --nproc"
+    return World(size, size, device, device_count, how)

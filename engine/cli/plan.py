@@ -1,0 +1,29 @@
+"""`ptrain plan`: what a config means, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "ptrain plan", "Print what a config means for a number of ranks. Needs neither torch nor the ranks."
+    )
+    parser.add_argument("file", nargs="?", help="the config")
+    parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
+    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to plan for (default 1)")
+    parser.add_argument("--values", action="store_true", help="every value with its origin, one a line")
+    add_config_options(parser)
+    arguments = parser.parse_args(argv)
+    path = arguments.config or arguments.file
+    if path is None:
+        parser.error("a config is needed: ptrain plan FILE")
+
+    from engine.plan import plan, render_plan, render_values
+
+    config = read_config(path, arguments.overrides, arguments.lenient)
+    resolved = plan(config, imagined_world(config, arguments.world, "--world"))
+    print(render_values(resolved) if arguments.values else render_plan(resolved))
+    return 0

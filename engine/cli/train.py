@@ -1,0 +1,202 @@
+"""`ptrain --config run.json`: plan, start or join the ranks, build the model, open the data, train."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, real_world
+from engine.contracts import EngineError
+from engine.launch import RankEnvironment, StopRequest
+
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.plan import Plan
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line says about a run, beside the config. `resume`: None, "auto" or a path."""
+
+    config: Config
+    output: Path
+    resume: str | None
+
+
+def run(argv: Sequence[str]) -> int:
+    """Returns the exit code; raises EngineError for the user's mistakes and RunFailed when training cannot go on."""
+    arguments = _parse(argv)
+    environment = RankEnvironment.read()
+    config = read_config(arguments.config, arguments.overrides, arguments.lenient)
+    from engine.plan import plan
+
+    if arguments.dry_run:
+        size = arguments.nproc or environment.world_size
+        print(plan(config, imagined_world(config, size, "--nproc" if arguments.nproc else "one process")).render())
+        return 0
+    _check_can_train(config)
+    output = arguments.output or Path("output") / Path(arguments.config).stem
+    options = RunOptions(config, output, arguments.resume)
+    resolved = plan(config, real_world(config, environment, arguments.nproc))
+    if environment.rank == 0:
+        prepare_output(output)
+    if environment.launcher == "single" and resolved.world.size > 1:
+        from engine.launch.elastic import launch
+
+        return launch(resolved.world.size, ["train", *argv])
+    environment.export()
+    return _work(options, resolved, environment)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema (--help).")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
+    parser.add_argument(
+        "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where everything is written (default: output/CONFIG)"
+    )
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="go on from the latest checkpoint of the output, or from PATH"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    add_config_options(parser)
+    return parser.parse_args(argv)
+
+
+def _check_can_train(config: Config) -> None:
+    """What `initialize()` from Python does not need and a run from the command line does."""
+    where = config.source or "the config"
+    if config.model.target is None:
+        raise EngineError(f'{where}: model.target is missing; it says what to build, e.g. "model.py:GPT"')
+    if config.training.steps is None and config.training.num_epochs is None:
+        raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
+
+
+def prepare_output(output: Path) -> None:
+    """Create the folder and try it, before any rank is started. Raises EngineError where nothing can be written."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EngineError(f"--output: nothing can be written under {output}: {reason}; name another folder") from error
+
+
+def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
+    """One rank, from here to the end of the run."""
+    from engine.launch.signals import end_with_launcher
+
+    end_with_launcher()
+    with StopRequest() as stop:
+        if environment.rank == 0:
+            print(plan.render(), flush=True)
+        return _train(options, environment, stop)
+
+
+def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
+    import torch
+
+    import engine
+    from engine.cli.finish import finish
+    from engine.cli.target import bind_arguments, build_model, load_target
+    from engine.cli.training_loop import TrainingLoop
+    from engine.data.sources import open_text
+    from engine.watch import Summary, build_watchers
+    from engine.watch.summary import write_json
+
+    config, first = options.config, environment.rank == 0
+    base = Path(config.source).resolve().parent if config.source else Path.cwd()
+    target = load_target(str(config.model.target), base)
+    arguments = bind_arguments(target, config.model.args)
+    corpus = open_text(
+        data_path(config.data.path, base),
+        config.data.sequence_length,
+        config.data.validation_fraction,
+        vocabulary_size(config, arguments),
+    )
+    # Every rank builds the same model.
+    torch.manual_seed(config.seed)
+    model_engine, *_ = engine.initialize(
+        model=build_model(target, config.model.args), config=config, training_data=corpus.train
+    )
+    watchers = build_watchers(model_engine.plan, options.output, environment.rank, environment.world_size)
+    summary = Summary()
+    watchers.append(summary)
+    model_engine.watchers = watchers
+    watchers.on_start(model_engine.plan)
+    if first:
+        write_json(options.output / "config.resolved.json", config.resolved())
+    try:
+        resume(model_engine, options, say=first)
+        loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
+        code = loop.run()
+        watchers.close()
+        if code == 0:
+            finish(model_engine, corpus, summary, options.output)
+    finally:
+        watchers.close()
+    # Not after a failure: peers may be gone, and leaving the process group would wait for them.
+    model_engine.destroy()
+    return code
+
+
+def resume(model_engine: Any, options: RunOptions, say: bool) -> None:
+    """Load what `--resume` names. Raises EngineError where a named path holds no checkpoint."""
+    checkpoints = options.output / CHECKPOINTS
+    if options.resume is None:
+        if say and _has_checkpoints(checkpoints):
+            print(f"note: {checkpoints} holds an earlier run; this one starts anew (--resume auto goes on with it)")
+        return
+    if options.resume == "auto":
+        if not _has_checkpoints(checkpoints):
+            if say:
+                print(f"note: --resume auto: no checkpoint under {checkpoints}; the run starts from the beginning")
+            return
+        folder, tag = checkpoints, None
+    else:
+        folder, tag = named_checkpoint(Path(options.resume))
+    loaded, _ = model_engine.load_checkpoint(str(folder), tag)
+    if loaded is None:
+        raise EngineError(f"--resume: there is no checkpoint in {folder}")
+    if say:
+        print(f"resumed {loaded} at step {model_engine.global_steps}", flush=True)
+
+
+def named_checkpoint(path: Path) -> tuple[Path, str | None]:
+    """Folder and tag for a path to a checkpoint, to a folder of checkpoints, or to a run's output."""
+    if not path.is_dir():
+        raise EngineError(
+            f"--resume: there is no folder {path}; expected 'auto', a checkpoint or a folder of checkpoints"
+        )
+    if (path / "manifest.json").exists():
+        return path.resolve().parent, path.resolve().name
+    return (path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path), None
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def data_path(path: str | None, base: Path) -> str | None:
+    """A relative path is looked for beside the config first, then in the working directory."""
+    if path is None:
+        return None
+    beside = base / Path(path).expanduser()
+    return str(beside) if beside.exists() else path
+
+
+def vocabulary_size(config: Config, arguments: dict[str, Any]) -> int | None:
+    """The vocabulary that token ids are checked against: the model's argument of that name, else the config's."""
+    for name in ("vocabulary_size", "vocab_size"):
+        if isinstance(arguments.get(name), int):
+            return int(arguments[name])
+    return config.vocabulary_size

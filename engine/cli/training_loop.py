@@ -1,0 +1,102 @@
+"""The loop of `ptrain`: train, evaluate, save, stop in good order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from engine.contracts import StepReport, Watcher
+from engine.launch import StopRequest
+
+
+class TrainingLoop(Watcher):
+    """Takes `num_steps` optimizer steps in all, those before a resume included.
+
+    It watches the engine only to hand the last report on with an evaluation. Everything here happens on every rank
+    alike: ranks decide by step numbers and by what they have agreed on in the step, never by clocks.
+    """
+
+    def __init__(self, model_engine: Any, corpus: Any, checkpoints: Path, stop: StopRequest) -> None:
+        training = model_engine.plan.config.training
+        self.engine, self.corpus, self.checkpoints, self.stop = model_engine, corpus, checkpoints, stop
+        self.num_steps = training.steps or steps_of_epochs(training.num_epochs, corpus.train, model_engine)
+        self.eval_interval, self.save_interval = training.eval_interval, training.save_interval
+        self.eval_batches = training.eval_batches
+        self.is_first = model_engine.mesh.rank == 0
+        self._report: StepReport | None = None
+        model_engine.watchers.append(self)
+
+    def on_step(self, report: StepReport) -> None:
+        self._report = report
+
+    def run(self) -> int:
+        """Returns the exit code: 0 at the end, 130 or 143 when a signal stopped the run and its state is saved."""
+        engine = self.engine
+        if engine.global_steps >= self.num_steps:
+            self.say(f"nothing is left to train: the run is at step {engine.global_steps} of {self.num_steps}")
+        while engine.global_steps < self.num_steps:
+            if self.stop.signal is not None:
+                engine.request_stop(self.stop.signal)
+            engine.train_batch()
+            step = engine.global_steps
+            if engine.stop_requested:
+                return self.save_and_stop(engine.stop_requested)
+            is_last = step >= self.num_steps
+            if not is_last and self.eval_interval and step % self.eval_interval == 0:
+                self.evaluate()
+            if is_last or (self.save_interval and step % self.save_interval == 0):
+                self.save()
+        self.evaluate()
+        return 0
+
+    def evaluate(self) -> float:
+        """The mean loss over the held-out text, the same on every rank. Touches no generator of training."""
+        engine, held_out = self.engine, self.corpus.validation
+        num_windows = max(1, len(held_out) // engine.train_batch_size())
+        if self.eval_batches is not None:
+            num_windows = min(num_windows, self.eval_batches)
+        plan = engine.plan.batch
+        num_micro_batches = num_windows * plan.accumulation_steps
+        batches = evaluation_batches(
+            held_out, num_micro_batches, plan.micro_batch_size, engine.mesh.dp_rank, engine.mesh.dp_size
+        )
+        loss = float(engine.eval_batch(batches, num_micro_batches))
+        engine.watchers.on_evaluation(self._report, {"eval_loss": loss})
+        return loss
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(str(self.checkpoints), client_state={})
+
+    def save_and_stop(self, signal_number: int) -> int:
+        self.save()
+        step = self.engine.global_steps
+        saved = self.checkpoints / f"global_step{step}"
+        name = "SIGINT" if signal_number == 2 else "SIGTERM"
+        self.say(f"stopped by {name} after step {step}; saved {saved}; resume with --resume auto")
+        return 128 + signal_number
+
+    def say(self, line: str) -> None:
+        if self.is_first:
+            self.engine.watchers.close()
+            print(line, flush=True)
+
+
+def steps_of_epochs(num_epochs: float, dataset: Any, model_engine: Any) -> int:
+    """Optimizer steps in `num_epochs` passes over a dataset; incomplete global batches do not count."""
+    return max(1, int(num_epochs * len(dataset)) // model_engine.train_batch_size())
+
+
+def evaluation_batches(
+    dataset: Any, num_micro_batches: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[Any]:
+    """This rank's micro-batches of the first samples of a dataset, in its order.
+
+    Together the ranks see each sample once, whatever the split; a dataset smaller than one round starts over, so that
+    every rank gets equally many.
+    """
+    for index in range(num_micro_batches):
+        start = (index * dp_size + dp_rank) * micro_batch_size
+        yield default_collate([dataset[(start + offset) % len(dataset)] for offset in range(micro_batch_size)])

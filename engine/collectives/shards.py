@@ -1,0 +1,143 @@
+"""Reduce-scatter and all-gather of a flat buffer, in place, cut at any bounds.
+
+On gloo both are point-to-point exchanges into buffers that are kept: gloo's own reduce_scatter_tensor and
+all_gather_into_tensor take two to four times as long for the same bytes (docs/benchmarks). Elsewhere the backend's
+own collective runs in place, as NCCL documents it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.collectives.ledger import Ledger
+
+
+class Pending(Protocol):
+    """A collective on its way. After `wait` its result may be read (on the current stream)."""
+
+    def wait(self) -> None: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Works:
+    """Several point-to-point transfers; received parts are then added to `into`."""
+
+    def __init__(self, works: Sequence[dist.Work], parts: Sequence[Tensor] = (), into: Tensor | None = None) -> None:
+        self.works, self.parts, self.into = works, parts, into
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for part in self.parts:
+            assert self.into is not None
+            self.into.add_(part)
+        self.works, self.parts = (), ()
+
+
+class ShardGroup:
+    """The ranks among which flat buffers are cut, one shard each, in rank order.
+
+    ``bounds`` has ``size + 1`` entries; shard ``r`` of a buffer is ``[bounds[r], bounds[r + 1])``. A group of None is
+    one rank: every call returns at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, axis: str, ledger: Ledger) -> None:
+        self.group, self.axis, self.ledger = group, axis, ledger
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.point_to_point = group is not None and dist.get_backend(group) == "gloo"
+        self._peers = [r for r in range(self.size) if r != self.rank]
+        self._global = [] if group is None else dist.get_process_group_ranks(group)
+        self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def even_bounds(self, numel: int) -> list[int]:
+        """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
+        return [numel // self.size * r for r in range(self.size + 1)]
+
+    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        """Sum ``flat`` over the ranks; the sum of this rank's shard replaces it in ``flat``, the rest is undefined."""
+        if self.group is None or self.size == 1:
+            return _Done()
+        own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        self.ledger.add(self.axis, "reduce_scatter", (flat.numel() - own.numel()) * flat.element_size())
+        if self.point_to_point:
+            parts = [self._borrow(own) for _ in self._peers] if own.numel() else []
+            works = [self._receive(part, peer) for part, peer in zip(parts, self._peers, strict=False)]
+            works += [self._send(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
+            return _Returning(self, _Works([work for work in works if work], parts, own), parts)
+        if _even(bounds):
+            work = dist.reduce_scatter_tensor(own, flat, group=self.group, async_op=True)
+            return _Works([work])
+        shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
+        return _Works([dist.reduce(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)])
+
+    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        """Fill ``flat`` with every rank's shard; this rank's own is in its place already."""
+        if self.group is None or self.size == 1:
+            return _Done()
+        own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        self.ledger.add(self.axis, "all_gather", own.numel() * own.element_size() * (self.size - 1))
+        if self.point_to_point:
+            works = [self._receive(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
+            works += [self._send(own, peer) for peer in self._peers]
+            return _Works([work for work in works if work])
+        if _even(bounds):
+            return _Works([dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)])
+        shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
+        return _Works([dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)])
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """Sum ``flat`` over the ranks, in place."""
+        if self.group is None or self.size == 1:
+            return _Done()
+        self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
+        return _Works([dist.all_reduce(flat, group=self.group, async_op=True)])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor``, summed over the ranks in place."""
+        self.all_reduce(tensor).wait()
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank the first rank's values."""
+        if self.group is not None and self.size > 1:
+            dist.broadcast(tensor, self._global[0], group=self.group)
+
+    def _send(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        return dist.isend(tensor, self._global[peer], group=self.group) if tensor.numel() else None
+
+    def _receive(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        return dist.irecv(tensor, self._global[peer], group=self.group) if tensor.numel() else None
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        free = self._scratch.setdefault((like.dtype, like.numel()), [])
+        return free.pop() if free else torch.empty_like(like)
+
+    def _give_back(self, parts: Sequence[Tensor]) -> None:
+        for part in parts:
+            self._scratch[part.dtype, part.numel()].append(part)
+
+
+class _Returning:
+    """Returns scratch buffers once the collective is over."""
+
+    def __init__(self, owner: ShardGroup, inner: _Works, parts: Sequence[Tensor]) -> None:
+        self.owner, self.inner, self.scratch = owner, inner, parts
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.owner._give_back(self.scratch)
+        self.scratch = ()
+
+
+def _even(bounds: Sequence[int]) -> bool:
+    return all(b - a == bounds[1] - bounds[0] for a, b in zip(bounds, bounds[1:], strict=False))

@@ -1,0 +1,108 @@
+"""What this engine does not have yet: JSON path -> whether a config switches it on.
+
+One line per feature. Building a feature ends with deleting its line. Such a config is valid, and `train` refuses it
+by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config.config import Config
+
+
+def _on(section: Any) -> bool:
+    return section is not None and bool(section.enabled)
+
+
+def _optimizer(*names: str) -> Callable[[Config], bool]:
+    return lambda config: config.optimizer is not None and config.optimizer.type in names
+
+
+def _offloads(section: Any) -> bool:
+    return section is not None and section.device != "none"
+
+
+def _technique(settings: Any) -> bool:
+    """Whether a compression technique is switched on, wherever its settings say so."""
+    if not isinstance(settings, Mapping):
+        return False
+    shared = settings.get("shared_parameters")
+    return settings.get("enabled") is True or (isinstance(shared, Mapping) and shared.get("enabled") is True)
+
+
+def _free_on(settings: Any) -> bool:
+    return isinstance(settings, Mapping) and settings.get("enabled") is True
+
+
+def _sampling(config: Config) -> Any:
+    return config.data_efficiency.data_sampling if config.data_efficiency else None
+
+
+def _routing(config: Config) -> Any:
+    return config.data_efficiency.data_routing if config.data_efficiency else None
+
+
+def _checkpointing_on(config: Config) -> bool:
+    section = config.activation_checkpointing
+    return section is not None and bool(
+        section.partition_activations
+        or section.cpu_checkpointing
+        or section.contiguous_memory_optimization
+        or section.number_checkpoints
+    )
+
+
+NOT_BUILT: dict[str, Callable[[Config], bool]] = {
+    "optimizer.type": _optimizer("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
+    "amp.enabled": lambda config: config.amp.enabled,
+    "fp16.fp16_master_weights_and_grads": lambda config: config.fp16.fp16_master_weights_and_grads,
+    "bf16.bf16_master_weights_and_grads": lambda config: config.bf16.bf16_master_weights_and_grads,
+    "bf16.bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
+    "sparse_gradients": lambda config: config.sparse_gradients,
+    "zero_optimization.offload_optimizer.device": lambda config: _offloads(config.zero_optimization.offload_optimizer),
+    "zero_optimization.offload_param.device": lambda config: _offloads(config.zero_optimization.offload_param),
+    "zero_optimization.zenflow": lambda config: config.zero_optimization.zenflow is not None,
+    "zero_optimization.zero_quantized_weights": lambda config: config.zero_optimization.zero_quantized_weights,
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        lambda config: config.zero_optimization.zero_quantized_nontrainable_weights
+    ),
+    "zero_optimization.zero_quantized_gradients": lambda config: config.zero_optimization.zero_quantized_gradients,
+    "activation_checkpointing": _checkpointing_on,
+    "pipeline.stages": lambda config: config.pipeline is not None and config.pipeline.stages not in ("auto", 0, 1),
+    "pipeline.activation_checkpoint_interval": (
+        lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0
+    ),
+    "tensor_parallel.autotp_size": lambda config: (
+        config.tensor_parallel is not None and config.tensor_parallel.autotp_size > 1
+    ),
+    "sequence_parallel_size": lambda config: config.sequence_parallel_size > 1,
+    "parallel.context_parallel": lambda config: config.parallel.context_parallel > 1,
+    "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
+    "curriculum_learning.enabled": lambda config: _on(config.curriculum_learning),
+    "data_efficiency.data_sampling.curriculum_learning.enabled": (
+        lambda config: _sampling(config) is not None and _on(_sampling(config).curriculum_learning)
+    ),
+    "data_efficiency.data_sampling.dynamic_batching.enabled": (
+        lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
+    ),
+    "data_efficiency.data_routing.random_ltd.enabled": (
+        lambda config: _routing(config) is not None and _on(_routing(config).random_ltd)
+    ),
+    "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
+    "sparse_attention": lambda config: config.sparse_attention is not None,
+    "compression_training": lambda config: (
+        config.compression_training is not None
+        and any(_technique(settings) for _, settings in config.compression_training)
+    ),
+    "compile.deepcompile": lambda config: config.compile is not None and config.compile.deepcompile,
+    "elasticity.enabled": lambda config: _on(config.elasticity),
+    "comet.enabled": lambda config: config.comet.enabled,
+    "flops_profiler.enabled": lambda config: config.flops_profiler.enabled,
+    "comms_logger.enabled": lambda config: _on(config.comms_logger),
+    "checkpoint.writer": lambda config: config.checkpoint.writer is not None,
+    "autotuning.enabled": lambda config: _free_on(config.autotuning),
+    "hybrid_engine.enabled": lambda config: _free_on(config.hybrid_engine),
+}

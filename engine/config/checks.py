@@ -1,0 +1,151 @@
+"""Pydantic's verdict on a tree, told as problems with a place, what is allowed, and the repair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from engine.config.config import Config
+from engine.config.fields import allowed, choices, members, section_of
+from engine.config.messages import Problem, show
+from engine.config.places import Path, Places, join_path, step
+from engine.config.sections.base import Section
+from engine.config.suggest import nearest
+
+
+def validate(tree: dict[str, Any], places: Places) -> tuple[Config, list[Problem]]:
+    """A Config of ``tree``, in which every value that is wrong is left at its default, and what is wrong with those."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return Config.model_validate(tree), problems
+        except ValidationError as error:
+            wrong = _places_of(error, tree)
+            for path, value in wrong.items():
+                problems.append(_problem(path, value, places))
+                _remove(tree, path)
+
+
+def _places_of(error: ValidationError, tree: dict[str, Any]) -> dict[Path, Any]:
+    """The wrong values by path. Pydantic's locations end in names of union members, which are not part of the path."""
+    wrong: dict[Path, Any] = {}
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        node: Any = tree
+        path: Path = ()
+        for part in detail["loc"]:
+            try:
+                node = step(node, part)
+            except LookupError:
+                break
+            path = (*path, part)
+        wrong[path] = node
+    shortest = sorted(wrong, key=len)
+    return {path: wrong[path] for path in shortest if not any(path[:end] in wrong for end in range(1, len(path)))}
+
+
+def _remove(tree: dict[str, Any], path: Path) -> None:
+    """Take a wrong value out; of a list, the whole list, whose other items mean nothing without it."""
+    while isinstance(path[-1], int):
+        path = path[:-1]
+    node: Any = tree
+    for part in path[:-1]:
+        node = node[part]
+    node.pop(path[-1], None)
+
+
+def field_at(path: Path) -> tuple[type[BaseModel], FieldInfo] | None:
+    """The section and field that a path leads to; a path into a list or a free object gives the field that holds it."""
+    model: type[BaseModel] = Config
+    found: tuple[type[BaseModel], FieldInfo] | None = None
+    for part in path:
+        info = model.model_fields.get(part) if isinstance(part, str) else None
+        if info is None:
+            continue
+        found = (model, info)
+        inner = section_of(info.annotation)
+        if inner is None:
+            break
+        model = inner
+    return found
+
+
+def _problem(path: Path, value: Any, places: Places) -> Problem:
+    file, line, column = places.of_value(path)
+    at = field_at(path)
+    words = allowed(at[1]) if at else "an object"
+    shown = show(value, 40)
+    return Problem(
+        join_path(places.written(path)),
+        f"{shown} is not allowed here",
+        "value",
+        file,
+        line,
+        column,
+        value,
+        words,
+        _repair(value, at[1] if at else None),
+    )
+
+
+def _repair(value: Any, info: FieldInfo | None) -> str:
+    if info is None:
+        return ""
+    kinds = members(info.annotation)
+    section = section_of(info.annotation)
+    if (
+        section is not None
+        and issubclass(section, Section)
+        and section.shorthand
+        and not isinstance(value, dict | list | str)
+    ):
+        if value is None:
+            return "leave the key out"
+        return f'write {{"{section.shorthand}": {show(value)}}}'
+    if value is None:
+        return "leave the key out for the default"
+    if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():
+        return "is this an unfilled placeholder?"
+    if isinstance(value, float) and int in kinds and float not in kinds:
+        return "only a whole number can be meant"
+    if isinstance(value, str):
+        near = nearest(value, [option for option in choices(info.annotation) if isinstance(option, str)])
+        return f'did you mean "{near}"?' if near else ""
+    return ""
+
+
+def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
+    """Contradictions inside the sections, except about keys that have a problem already or wait for a value."""
+    problems = []
+    for path, section in _sections(config, ()):
+        for fault in section.faults():
+            parts: Path = (*path, *fault.key.split("."))
+            written = join_path(places.written(parts))
+            if any(_covers(name, written) or _covers(name, join_path(parts)) for name in unclear):
+                continue
+            file, line, column = places.of_value(parts)
+            problems.append(
+                Problem(written, fault.message, "conflict", file, line, column, None, fault.allowed, fault.repair)
+            )
+    return problems
+
+
+def _covers(name: str, path: str) -> bool:
+    return bool(name) and (
+        path == name or path.startswith((name + ".", name + "[")) or name.startswith((path + ".", path + "["))
+    )
+
+
+def _sections(value: Any, path: Path) -> Iterator[tuple[Path, Section]]:
+    if isinstance(value, Section):
+        yield path, value
+        for key in type(value).model_fields:
+            yield from _sections(getattr(value, key), (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _sections(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _sections(item, (*path, key))

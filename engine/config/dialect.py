@@ -1,0 +1,214 @@
+"""Older and stray spellings: what each means today, and the note that is printed.
+
+`ALIASES` (aliases.py) says which paths name the same key; here stand the keys that mean nothing any more, and those
+whose value
+changes with the spelling. Works on plain JSON before anything is typed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.aliases import ALIASES, CURRENT, OUTDATED
+from engine.config.messages import Note, Problem, show
+from engine.config.places import Path, Places, join_path
+
+_BF16_SCALE = "belongs to fp16: bf16 has the exponent range of fp32 and needs no loss scale; ignored"
+
+MEANINGLESS: dict[Path, str] = {
+    ("zero_optimization", "grad_hooks"): "was removed from DeepSpeed; gradients are always taken from hooks; ignored",
+    ("zero_optimization", "verbose"): "was removed from DeepSpeed; ignored",
+    ("fp16", "opt_level"): "is a setting of Apex AMP and means nothing under fp16; ignored",
+    ("bf16", "auto_cast"): "belongs to fp16; ignored",
+    **{
+        ("bf16", key): _BF16_SCALE
+        for key in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
+}
+
+TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
+FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+
+DTYPE_NAMES: dict[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), "fp32"),
+}
+
+
+@dataclass
+class Translation:
+    """The tree that is being translated, in place, and what there is to say about it."""
+
+    tree: dict[str, Any]
+    places: Places
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def note(self, path: Path, message: str) -> None:
+        self.notes.append(Note(join_path(path), message, self.places.of_key(path)[1]))
+
+    def problem(self, path: Path, message: str, code: str, **more: Any) -> None:
+        file, line, column = self.places.of_key(path)
+        self.problems.append(Problem(join_path(path), message, code, file, line, column, **more))
+
+    def has(self, path: Path) -> bool:
+        parent = self.parent(path)
+        return parent is not None and path[-1] in parent
+
+    def get(self, path: Path) -> Any:
+        parent = self.parent(path)
+        return None if parent is None else parent.get(path[-1])
+
+    def pop(self, path: Path) -> Any:
+        parent = self.parent(path)
+        return None if parent is None else parent.pop(path[-1], None)
+
+    def parent(self, path: Path) -> dict[Any, Any] | None:
+        node: Any = self.tree
+        for part in path[:-1]:
+            node = node.get(part) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else None
+
+    def put(self, path: Path, value: Any, written: Path) -> None:
+        """Set a value, creating sections, and remember where it really stands in the file."""
+        node: Any = self.tree
+        for part in path[:-1]:
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
+        node[path[-1]] = value
+        if path != written:
+            self.places.moved[path] = self.places.written(written)
+
+
+def translate(translation: Translation) -> None:
+    """Bring every older spelling in ``translation.tree`` to today's. Running it twice changes nothing."""
+    for old in sorted(ALIASES, key=len):
+        if translation.has(old):
+            _rename(translation, old, ALIASES[old])
+    for rule in _RULES:
+        rule(translation)
+    for path, why in MEANINGLESS.items():
+        if translation.has(path):
+            translation.pop(path)
+            translation.note(path, why)
+
+
+def _rename(translation: Translation, old: Path, new: Path) -> None:
+    value = translation.get(old)
+    if len(new) > 1 and isinstance(translation.get(new[:-1]), bool):
+        _zero_as_bool(translation)
+    if translation.has(new):
+        other = translation.get(new)
+        translation.pop(old)
+        if other != value:
+            line = translation.places.of_key(new)[1]
+            where = f" on line {line}" if line else ""
+            translation.problem(
+                old,
+                f"is {show(value, 30)}, and {join_path(new)}, which is the same key, is {show(other, 30)}{where}",
+                "conflict",
+                found=value,
+                repair="keep one of them",
+            )
+        return
+    translation.pop(old)
+    translation.put(new, value, old)
+    if old not in CURRENT:
+        translation.note(old, f"{OUTDATED[old][1]}; read as {join_path(new)}")
+
+
+def _zero_as_bool(translation: Translation) -> None:
+    path: Path = ("zero_optimization",)
+    value = translation.get(path)
+    if isinstance(value, bool):
+        translation.tree["zero_optimization"] = {"stage": int(value)}
+        translation.places.moved[("zero_optimization", "stage")] = path
+        translation.note(path, f"{show(value)} is the oldest form; read as stage {int(value)}")
+
+
+def truth(value: Any) -> bool | None:
+    """The truth value that a JSON value spells, or None."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        word = value.strip().lower()
+        return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+    return bool(value) if value in (0, 1) else None
+
+
+def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
+    def rule(translation: Translation) -> None:
+        old_path: Path = ("zero_optimization", old)
+        new_path: Path = ("zero_optimization", new)
+        if not translation.has(old_path):
+            return
+        value = translation.pop(old_path)
+        switch = truth(value)
+        if value is not None and switch is None:
+            translation.problem(
+                old_path,
+                f"is {show(value)}",
+                "type",
+                found=value,
+                allowed="true or false",
+                repair=f'better, write "{new}": {{"device": "cpu"}}',
+            )
+            return
+        section = translation.get(new_path)
+        device = section.get("device") if isinstance(section, dict) else None
+        if switch and device not in (None, "cpu"):
+            translation.problem(
+                old_path,
+                f"is true, and {new}.device is {show(device)}",
+                "conflict",
+                found=value,
+                repair=f"delete {old}, which is deprecated",
+            )
+        elif switch:
+            translation.put((*new_path, "device"), "cpu", old_path)
+            translation.note(old_path, f'deprecated; read as {new}.device = "cpu"')
+        else:
+            translation.note(old_path, "deprecated, and off: nothing is offloaded by it")
+
+    return rule
+
+
+def _offload_pin_memory(translation: Translation) -> None:
+    path: Path = ("zero_optimization", "cpu_offload_use_pin_memory")
+    if not translation.has(path):
+        return
+    value = translation.pop(path)
+    section = translation.get(("zero_optimization", "offload_optimizer"))
+    if isinstance(section, dict) and "pin_memory" not in section and value is not None:
+        translation.put(("zero_optimization", "offload_optimizer", "pin_memory"), value, path)
+        translation.note(path, "deprecated; read as offload_optimizer.pin_memory (DeepSpeed drops the value)")
+    else:
+        translation.note(path, "deprecated; without effect here")
+
+
+def _infinite_print_interval(translation: Translation) -> None:
+    value = translation.get(("steps_per_print",))
+    if isinstance(value, float) and math.isinf(value):
+        translation.tree["steps_per_print"] = None
+        translation.note(("steps_per_print",), "infinity: nothing is printed per step")
+
+
+_RULES: tuple[Callable[[Translation], None], ...] = (
+    _zero_as_bool,
+    _cpu_offload("cpu_offload", "offload_optimizer"),
+    _cpu_offload("cpu_offload_param", "offload_param"),
+    _offload_pin_memory,
+    _infinite_print_interval,
+)

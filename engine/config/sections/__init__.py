@@ -1,0 +1,1 @@
+"""One pydantic section per JSON section; `engine.config.config.Config` puts them together."""

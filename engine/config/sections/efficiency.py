@@ -1,0 +1,243 @@
+"""``curriculum_learning``, ``data_efficiency``, ``progressive_layer_drop``."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.config.sections.base import Fault, Section
+
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+_REQUIRED = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+class CurriculumScheduleSection(Section):
+    """Arguments of a difficulty schedule."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    total_curriculum_step: int | None = Field(None, ge=1, description="Steps until the maximum is reached.")
+    difficulty_step: int | None = Field(None, ge=1, description="Difficulties are multiples of this.")
+    root_degree: float | None = Field(None, gt=0, description="Degree of the root, for fixed_root.")
+    difficulty: list[int | float] | None = Field(None, description="The difficulties, for fixed_discrete.")
+    max_step: list[int] | None = Field(None, description="Last step of each difficulty but the last.")
+
+
+def _schedule_faults(section: Any) -> Iterator[Fault]:
+    for key in ("min_difficulty", "max_difficulty", "schedule_type"):
+        if getattr(section, key) is None:
+            yield Fault(key, "is missing")
+    low, high = section.min_difficulty, section.max_difficulty
+    if low is not None and high is not None and low > high:
+        yield Fault("min_difficulty", f"{low} is above max_difficulty {high}", f"at most {high}")
+    config = section.schedule_config or CurriculumScheduleSection()
+    for key in _REQUIRED.get(section.schedule_type or "", ()):
+        if getattr(config, key) is None:
+            yield Fault(f"schedule_config.{key}", f"is missing, and schedule_type is {section.schedule_type}")
+    if section.schedule_type == "fixed_discrete" and config.difficulty is not None and config.max_step is not None:
+        wanted = len(config.difficulty) - 1
+        if len(config.max_step) != wanted:
+            yield Fault(
+                "schedule_config.max_step",
+                f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
+                f"{wanted}: one less than difficulty",
+            )
+
+
+class CurriculumLearningSection(Section):
+    """From easy to hard: DeepSpeed's older form, by sequence length."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Use the curriculum.")
+    curriculum_type: str = Field("seqlen", description='"seqlen": sequences are cut to the difficulty.')
+    min_difficulty: int | None = Field(None, ge=1, description="Difficulty at the start.")
+    max_difficulty: int | None = Field(None, ge=1, description="Difficulty at the end.")
+    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_config: CurriculumScheduleSection | None = Field(None, description="Arguments of the schedule.")
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        if self.curriculum_type != "seqlen":
+            yield Fault(
+                "curriculum_type",
+                f'"{self.curriculum_type}" has no effect in DeepSpeed',
+                '"seqlen"',
+                "other metrics belong in data_efficiency.data_sampling.curriculum_learning",
+            )
+        yield from _schedule_faults(self)
+
+
+class CurriculumMetricSection(Section):
+    """One measure of difficulty."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    index_to_sample_path: str | None = Field(None, description="File from difficulty to samples.")
+    index_to_metric_path: str | None = Field(None, description="File of the difficulties that occur.")
+    difficulty_type: Literal["value", "percentile"] = Field("value", description="What the difficulty counts.")
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
+        "schedule_based", description="How samples are grouped."
+    )
+    min_difficulty: int | float | None = Field(None, description="Difficulty at the start.")
+    max_difficulty: int | float | None = Field(None, description="Difficulty at the end.")
+    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_config: CurriculumScheduleSection | None = Field(None, description="Arguments of the schedule.")
+
+
+class SamplingCurriculumSection(Section):
+    """From easy to hard, by any metrics."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Use the curriculum.")
+    data_cluster_path: str | None = Field(None, description="Folder for the clusters of samples.")
+    curriculum_metrics: dict[str, CurriculumMetricSection] = Field({}, description="One object per metric.")
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        if not self.data_cluster_path:
+            yield Fault("data_cluster_path", "is missing", "a folder")
+        if not self.curriculum_metrics:
+            yield Fault("curriculum_metrics", "is empty, and the curriculum is enabled", "at least one metric")
+        for name, metric in self.curriculum_metrics.items():
+            for fault in _schedule_faults(metric):
+                yield fault._replace(key=f"curriculum_metrics.{name}.{fault.key}")
+
+
+class DynamicBatchingSection(Section):
+    """As many samples per batch as a token budget allows."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Vary the batch size.")
+    metrics_path: str | None = Field(None, description="File of sequence lengths.")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="How lr follows the batch size.")
+    min_batch_size: int = Field(1, ge=1, description="Samples at least.")
+    max_batch_size: int | None = Field(None, ge=1, description="Samples at most.")
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = Field(
+        "dataloader", description="Order of samples."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Tokens per batch.")
+    verbose: bool = Field(False, description="Print the batches.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.enabled and self.max_tokens is None:
+            yield Fault("max_tokens", "is missing, and dynamic batching is enabled", "an integer >= 1")
+
+
+class DataSamplingSection(Section):
+    """Which samples are drawn."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    enabled: bool = Field(False, description="DeepSpeed does not read it: the inner switches count.")
+    num_epochs: int = Field(1000, ge=1, description="Passes over the data that the sampler plans for.")
+    num_workers: int = Field(0, ge=0, description="Loader processes per rank.")
+    pin_memory: bool = Field(False, description="Page-locked memory for batches.")
+    curriculum_learning: SamplingCurriculumSection | None = Field(None, description="From easy to hard.")
+    dynamic_batching: DynamicBatchingSection | None = Field(None, description="Batches by tokens.")
+
+
+class LtdScheduleConfigSection(Section):
+    """Arguments of the kept-token schedule."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    require_steps: int | None = Field(None, ge=1, description="Steps until all tokens are kept.")
+    seq_per_step: int | None = Field(None, ge=1, description="Kept tokens are multiples of this.")
+
+
+class LtdScheduleSection(Section):
+    """How many tokens the middle layers keep."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    min_value: int | None = Field(None, ge=1, description="Tokens kept at the start.")
+    max_value: int | None = Field(None, ge=1, description="Tokens kept at the end.")
+    schedule_type: Literal["fixed_linear"] = Field("fixed_linear", description="How the number grows.")
+    schedule_config: LtdScheduleConfigSection | None = Field(None, description="Arguments of the schedule.")
+
+
+class LayerTokenScheduleSection(Section):
+    """DeepSpeed refuses it when enabled."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    enabled: bool = Field(False, description="Not implemented in DeepSpeed.")
+    total_layer_tokens: int | None = Field(None, ge=1, description="Layer tokens of the whole run.")
+    warmup_type: str | None = Field(None, description="Kind of warm-up.")
+    warmup_layer_tokens: int | None = Field(None, ge=0, description="Layer tokens of the warm-up.")
+
+
+class RandomLtdSection(Section):
+    """Random layerwise token dropping: middle layers see a random part of the tokens."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Drop tokens.")
+    total_layer_num: int | None = Field(None, ge=1, description="Layers of the model.")
+    random_ltd_layer_num: int | None = Field(None, ge=1, description="Layers that drop tokens.")
+    random_ltd_layer_id: list[int] | None = Field(None, description="Numbers of those layers.")
+    model_mask_name: str | None = Field(None, description="Name of the attention mask argument.")
+    model_type: Literal["encoder", "decoder"] = Field("decoder", description="Kind of model.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
+        "batch_seq_dim", description="Layout of activations."
+    )
+    random_ltd_schedule: LtdScheduleSection | None = Field(None, description="How many tokens are kept.")
+    layer_token_lr_schedule: LayerTokenScheduleSection | None = Field(None, description="Must be off.")
+    global_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
+    micro_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        if self.layer_token_lr_schedule is not None and self.layer_token_lr_schedule.enabled:
+            yield Fault("layer_token_lr_schedule.enabled", "is not implemented, in DeepSpeed either", "false")
+        ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
+        if ids is not None and count is not None and len(ids) != count:
+            yield Fault(
+                "random_ltd_layer_id", f"names {len(ids)} layers; random_ltd_layer_num is {count}", f"{count} numbers"
+            )
+
+
+class DataRoutingSection(Section):
+    """Which tokens pass through which layers."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    enabled: bool = Field(False, description="DeepSpeed does not read it: the inner switch counts.")
+    random_ltd: RandomLtdSection | None = Field(None, description="Random layerwise token dropping.")
+
+
+class DataEfficiencySection(Section):
+    """Curricula over samples, and token dropping."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    enabled: bool = Field(False, description="DeepSpeed does not read it: the inner switches count.")
+    seed: int = Field(1234, ge=0, description="Seed of the sampler.")
+    data_sampling: DataSamplingSection | None = Field(None, description="Which samples are drawn.")
+    data_routing: DataRoutingSection | None = Field(None, description="Which tokens pass through which layers.")
+
+
+class ProgressiveLayerDropSection(Section):
+    """Layers are skipped at random, more of them as training goes on."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Drop layers.")
+    theta: float = Field(0.5, ge=0, le=1, description="Keep probability that is approached.")
+    gamma: float = Field(0.001, ge=0, description="Speed of the approach, per step.")

@@ -1,0 +1,126 @@
+"""``activation_checkpointing``, ``compile``, ``sparse_attention``, ``elasticity``, ``compression_training``."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.config.sections.base import Fault, Section
+
+
+class ActivationCheckpointingSection(Section):
+    """Recompute activations in backward rather than keep them."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    partition_activations: bool = Field(False, description="Spread kept activations over the model-parallel ranks.")
+    cpu_checkpointing: bool = Field(False, description="Keep block inputs in CPU memory.")
+    contiguous_memory_optimization: bool = Field(False, description="Keep block inputs in one buffer.")
+    number_checkpoints: int | None = Field(None, ge=1, description="Number of checkpointed blocks.")
+    synchronize_checkpoint_boundary: bool = Field(False, description="Wait for the device at each checkpoint.")
+    profile: bool = Field(False, description="Log the time of each checkpoint.")
+
+
+class CompileSection(Section):
+    """DeepCompile: ZeRO as passes of torch.compile."""
+
+    deepcompile: bool = Field(False, description="Use DeepCompile.")
+    free_activation: bool = Field(False, description="Free activations early.")
+    free_activation_threshold: int = Field(10 * 2**20, ge=0, description="Only those above this size, in bytes.")
+    offload_activation: bool = Field(False, description="Move activations to the CPU.")
+    offload_activation_pin_memory: bool = Field(True, description="Into page-locked memory.")
+    offload_opt_states: bool = Field(False, description="Move optimizer state to the CPU.")
+    offload_parameters: bool = Field(False, description="Move parameters to the CPU.")
+    double_buffer: bool = Field(True, description="Two buffers for reduction.")
+    symmetric_memory: bool = Field(False, description="Symmetric memory for collectives.")
+    debug_log: bool = Field(False, description="Log what the passes do.")
+    sync_before_reduce: bool = Field(False, description="Wait before reducing.")
+    sync_after_reduce: bool = Field(False, description="Wait after reducing.")
+    sync_before_allgather: bool = Field(False, description="Wait before gathering.")
+    sync_after_allgather: bool = Field(False, description="Wait after gathering.")
+    keep_int_input_tensors: bool = Field(True, description="Keep integer inputs alive.")
+    keep_all_input_tensors: bool = Field(False, description="Keep all inputs alive.")
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = Field(None, description="Which passes run.")
+
+
+class SparseAttentionSection(Section):
+    """A block-sparse attention layout."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "mode"
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
+        "fixed", description="Kind of layout."
+    )
+    block: int = Field(16, ge=1, description="Side of a block, in tokens.")
+    different_layout_per_head: bool = Field(False, description="Heads have layouts of their own.")
+    num_local_blocks: int = Field(4, ge=1, description="fixed: blocks in a local window.")
+    num_global_blocks: int = Field(1, ge=0, description="fixed, bigbird: blocks that everyone sees.")
+    attention: Literal["bidirectional", "unidirectional"] = Field(
+        "bidirectional", description="fixed, variable: direction."
+    )
+    horizontal_global_attention: bool = Field(False, description="Global blocks also see everyone.")
+    num_different_global_patterns: int = Field(1, ge=1, description="fixed: patterns that heads take turns with.")
+    num_random_blocks: int = Field(0, ge=0, description="variable, bigbird: random blocks per row.")
+    local_window_blocks: list[int] = Field([4], description="variable: sizes of the local windows.")
+    global_block_indices: list[int] = Field([0], description="variable, bslongformer: global blocks.")
+    global_block_end_indices: list[int] | None = Field(None, description="Ends of ranges of global blocks.")
+    num_sliding_window_blocks: int = Field(3, ge=1, description="bigbird, bslongformer: width of the sliding window.")
+
+
+class ElasticitySection(Section):
+    """A batch size that many numbers of GPUs can share."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    shorthand: ClassVar[str] = "enabled"
+
+    enabled: bool = Field(False, description="Choose batch sizes that suit many world sizes.")
+    max_train_batch_size: int = Field(2000, ge=1, description="Samples per step at most.")
+    micro_batch_sizes: list[int] = Field([2, 4, 6], description="Micro-batch sizes that fit into memory.")
+    min_gpus: int = Field(1, ge=1, description="World sizes from here.")
+    max_gpus: int = Field(10_000, ge=1, description="World sizes up to here.")
+    min_time: int = Field(0, ge=0, description="Minutes a job should run before it is rescaled.")
+    prefer_larger_batch: bool = Field(True, description="Of equals, the larger batch.")
+    ignore_non_elastic_batch_info: bool = Field(False, description="Batch keys beside elasticity are overridden.")
+    version: float = Field(0.2, description="Algorithm: 0.1 or 0.2.")
+    num_gpus_per_node: int = Field(1, ge=1, description="GPUs that come and go together (0.2).")
+    model_parallel_size: int = Field(1, ge=1, description="Ranks per model replica (0.2).")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.version not in (0.1, 0.2):
+            yield Fault("version", f"{self.version} is unknown", "0.1 or 0.2")
+        if self.max_gpus < self.min_gpus:
+            yield Fault("max_gpus", f"{self.max_gpus} is below min_gpus {self.min_gpus}", f"at least {self.min_gpus}")
+        if not self.micro_batch_sizes or any(size < 1 for size in self.micro_batch_sizes):
+            yield Fault("micro_batch_sizes", "must be a list of sizes", "integers >= 1")
+        elif self.enabled and max(self.micro_batch_sizes) > self.max_train_batch_size:
+            yield Fault(
+                "micro_batch_sizes",
+                f"{max(self.micro_batch_sizes)} is above max_train_batch_size",
+                f"at most {self.max_train_batch_size}",
+            )
+
+
+class CompressionTrainingSection(Section):
+    """Quantization and pruning while training; each technique has settings of its own."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+    free_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+            "layer_reduction",
+        }
+    )
+
+    weight_quantization: dict[str, Any] | None = Field(None, description="Low-bit weights.")
+    activation_quantization: dict[str, Any] | None = Field(None, description="Low-bit activations.")
+    sparse_pruning: dict[str, Any] | None = Field(None, description="Single weights are removed.")
+    row_pruning: dict[str, Any] | None = Field(None, description="Rows are removed.")
+    head_pruning: dict[str, Any] | None = Field(None, description="Attention heads are removed.")
+    channel_pruning: dict[str, Any] | None = Field(None, description="Channels are removed.")
+    layer_reduction: dict[str, Any] | None = Field(None, description="Layers are removed.")

@@ -1,0 +1,136 @@
+"""What an unknown key was probably meant to be."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine.config.aliases import ALIASES
+from engine.config.dialect import MEANINGLESS
+from engine.config.fields import section_of
+from engine.config.places import Path, join_path
+
+MEANT: dict[str, str] = {
+    "optimizer.name": "optimizer.type",
+    "scheduler.name": "scheduler.type",
+    "optimizer.lr": "optimizer.params.lr",
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "gradient_clip_val": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "batch_size": "train_batch_size",
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+    "grad_accum_type": "data_types.grad_accum_dtype",
+    "learning_rate": "optimizer.params.lr",
+    "lr": "optimizer.params.lr",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "num_warmup_steps": "scheduler.params.warmup_num_steps",
+    "total_steps": "scheduler.params.total_num_steps",
+    "zero": "zero_optimization",
+    "zero_stage": "zero_optimization.stage",
+    "lr_scheduler": "scheduler",
+    "half": "fp16",
+    "max_steps": "training.steps",
+    "epochs": "training.num_epochs",
+    "num_train_epochs": "training.num_epochs",
+    "logging_steps": "steps_per_print",
+    "partition_method": "pipeline.partition",
+    "loss_scale": "fp16.loss_scale",
+    "autocast": "torch_autocast",
+    "csv": "csv_monitor",
+    "tp_size": "tensor_parallel.autotp_size",
+}
+"""What people call a thing elsewhere (a key, or a whole path) -> the path it has here."""
+
+
+@functools.cache
+def known_paths() -> dict[str, tuple[str, ...]]:
+    """Every known key -> the sections where it exists ('' is the top level)."""
+    from engine.config.config import Config
+
+    found: dict[str, list[str]] = {}
+
+    def visit(model: type[BaseModel], path: Path) -> None:
+        for key, info in model.model_fields.items():
+            found.setdefault(key, []).append(join_path(path))
+            inner = section_of(info.annotation)
+            if inner is not None:
+                visit(inner, (*path, key))
+
+    visit(Config, ())
+    for old in ALIASES:
+        found.setdefault(str(old[-1]), []).append(join_path(old[:-1]))
+    return {key: tuple(dict.fromkeys(places)) for key, places in found.items()}
+
+
+def distance(one: str, other: str) -> int:
+    """The number of single-letter changes (insert, delete, replace, swap neighbours) between two words."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        last, row = row, [i] + [0] * len(other)
+        for j, b in enumerate(other, 1):
+            row[j] = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before = last
+    return row[-1]
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that a misspelled word most likely means, or None when nothing is near."""
+    pool = list(dict.fromkeys(candidates))
+    folded = word.lower().replace("-", "_").replace(" ", "_").strip("_")
+    close = [
+        (distance(folded, candidate.lower()), candidate) for candidate in pool if abs(len(candidate) - len(folded)) <= 3
+    ]
+    best = min(close, default=None)
+    if best is not None and best[0] <= (1 if len(word) < 5 else 2 if len(word) < 10 else 3):
+        return best[1]
+    matches = difflib.get_close_matches(folded, pool, n=1, cutoff=0.84)
+    return matches[0] if matches else None
+
+
+def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
+    """A clause that says what an unknown key was probably meant to be, '' when nothing suggests itself.
+
+    ``siblings`` are the keys that exist beside it. The nearest sibling comes first when it is one letter away, then
+    what
+    the key is known to mean, then the same key in another section, then near words in this section and elsewhere.
+    """
+    key, section = str(path[-1]), path[:-1]
+    siblings = list(siblings) + [str(old[-1]) for old in (*ALIASES, *MEANINGLESS) if old[:-1] == section]
+    near = nearest(key, siblings)
+    here = f"did you mean {join_path((*section, near))}?" if near else ""
+    if near and distance(key.lower(), near.lower()) <= (1 if len(key) < 8 else 2):
+        return here
+    meant = MEANT.get(join_path(path).lower()) or MEANT.get(key.lower())
+    if meant and meant != join_path(path):
+        return f"did you mean {meant}?"
+    places = [place for place in known_paths().get(key, ()) if place != join_path(section)]
+    if 0 < len(places) <= 3:
+        named = " and ".join(f"in {place}" if place else "at the top level" for place in places)
+        return f"this key exists {named}: move it there"
+    if here:
+        return here
+    if isinstance(value, dict) and value:
+        inner = [set(known_paths().get(str(name), ())) for name in value]
+        homes = sorted(set.intersection(*inner) - {join_path(path)})
+        if homes:
+            return f"its keys belong in {homes[0]}" if homes[0] else f"put {', '.join(value)} at the top level"
+    elsewhere = nearest(key, known_paths())
+    if places or elsewhere is None or len(elsewhere) < 7:
+        return ""
+    options = known_paths()[elsewhere][:2]
+    return f"did you mean {' or '.join(f'{place}.{elsewhere}' if place else elsewhere for place in options)}?"

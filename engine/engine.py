@@ -1,0 +1,392 @@
+"""The Engine: the step, written out, and the public training API around it.
+
+One optimizer step is a *window* of backward passes and one `step` at its boundary. The step, in order: reduce, agree,
+unscale and clip (one factor), update, publish, schedule, report. docs/how_a_step_works.md walks through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.tree import StateTree
+from engine.collectives.agreement import Agreement
+from engine.contracts import (
+    Clipping,
+    Curriculum,
+    EngineError,
+    LossSum,
+    OnLayoutChange,
+    Precision,
+    Reduction,
+    SavedLayout,
+    Schedule,
+    StepReport,
+)
+from engine.data.batch import count_tokens, describe, loss_with_batch, place
+from engine.data.loader import RepeatingLoader
+from engine.mesh import Mesh
+from engine.optim.optimizer import EngineOptimizer
+from engine.parameters import ParameterRegistry
+from engine.plan import Plan
+from engine.random import stream_seed
+from engine.surface import Surface
+from engine.watch import WatcherList
+from engine.watch.health import Health
+
+log = logging.getLogger("engine")
+
+
+@dataclass
+class Roles:
+    """What takes part in the arithmetic of a step (engine/contracts.py)."""
+
+    reduction: Reduction
+    precision: Precision
+    clipping: Clipping
+    optimizer: EngineOptimizer | None
+    schedule: Schedule
+    curriculum: Curriculum
+    loss_fn: Callable[..., Any] | None = None
+
+
+@dataclass
+class Window:
+    """What has come together since the last boundary."""
+
+    loss: Tensor | float = 0.0
+    num_losses: int = 0
+    count: Tensor | float = 0.0
+    num_counted: int = 0
+    num_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Counters:
+    """The engine's counters as a part of its state."""
+
+    name = "run"
+    on_layout_change: OnLayoutChange = "reshard"
+    NAMES = ("global_steps", "global_samples", "global_tokens", "micro_steps", "skipped_steps")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self._engine, name) for name in self.NAMES}
+
+    def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
+        for name in self.NAMES:
+            setattr(self._engine, name, state[name])
+        # a save inside a window has nothing of it, and another layout may have other windows
+        self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()
+
+
+class Engine(Surface):
+    """A model that trains as its config says. Made by `engine.initialize`; unknown attributes are the model's own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        registry: ParameterRegistry,
+        roles: Roles,
+        *,
+        compute_dtype: torch.dtype | None,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        watchers: WatcherList,
+        state: StateTree,
+        training_dataloader: Any = None,
+        lr_scheduler: Any = None,
+        on_destroy: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.module, self.plan, self.mesh, self.parameter_registry = module, plan, mesh, registry
+        self.roles, self.watchers, self.training_dataloader = roles, watchers, training_dataloader
+        self.optimizer, self.lr_scheduler = roles.optimizer, lr_scheduler
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self.global_tokens = 0
+        self.stop_requested = 0
+        self._compute_dtype, self._autocast, self._state, self._on_destroy = compute_dtype, autocast, state, on_destroy
+        self._agreement = Agreement(mesh.world(), mesh.device)
+        self._window = Window()
+        self._accumulation_steps = plan.batch.accumulation_steps
+        self._boundary_override: bool | None = None
+        self._in_no_sync = self._noted_no_sync = False
+        self._stop_signal = 0
+        self._health = Health(mesh.rank)
+        self.last_report: StepReport | None = None
+        self._batches: Iterator[Any] | None = None
+        state.add(Counters(self))
+        watchers.on_start(plan)
+
+    # --- one window ------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's micro-batch: inputs on the device, floating ones in the compute dtype."""
+        started = time.perf_counter()
+        args, kwargs = place((args, kwargs), self.mesh.device, self._compute_dtype)
+        if self.module.training and torch.is_grad_enabled():
+            args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
+            self._window.num_tokens += count_tokens((args, kwargs))
+            # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
+            torch.manual_seed(stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank))
+        with self._autocast():
+            output = self.module(*args, **kwargs)
+        self._spend("forward", started)
+        return output
+
+    forward = __call__
+
+    def backward(self, loss: Tensor | LossSum, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of one micro-batch's loss (0-dim, a mean over the micro-batch, or a `LossSum`).
+
+        Divides by the accumulation steps (unless ``scale_wrt_gas`` is False or accumulation is unmanaged), applies the
+        loss scale, and reduces as the ZeRO stage says. Returns the loss divided by the accumulation steps.
+
+        Raises EngineError for a loss that is not a scalar with a graph, and for means mixed with sums in a window.
+        """
+        started = time.perf_counter()
+        value = loss.total if isinstance(loss, LossSum) else loss
+        self._check_loss(value, isinstance(loss, LossSum))
+        window = self._window
+        window.loss = window.loss + value.detach()
+        window.num_losses += 1
+        divides = self.plan.batch.managed and scale_wrt_gas and not isinstance(loss, LossSum)
+        if isinstance(loss, LossSum):
+            window.count, window.num_counted = window.count + loss.count, window.num_counted + 1
+        scaled = value / self._accumulation_steps if divides else value
+        self.roles.reduction.begin_backward(self.is_gradient_accumulation_boundary() and not self._in_no_sync)
+        (scaled * self.roles.precision.scale).backward(retain_graph=retain_graph)
+        self.roles.reduction.end_backward()
+        self._spend("backward", started)
+        return scaled.detach()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After every micro-batch. Inside a window it only counts; at the boundary it updates the model.
+
+        Raises RunFailed, on all ranks alike, when training cannot go on (engine/watch/health.py).
+        """
+        if self._in_no_sync:
+            raise EngineError("step() was called inside no_sync(); leave the context first")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        started = time.perf_counter()
+        roles, window, optimizer = self.roles, self._window, self._require_optimizer()
+        roles.reduction.finish()
+        agreed = self._agree(roles.reduction.sum_of_squares())
+        applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
+        divisor = roles.precision.scale * (agreed["count"] / self._replicas or roles.reduction.divisor)
+        norm = math.sqrt(agreed["sum_of_squares"]) / divisor if applied else None
+        lr, scale, culprit = self.get_lr()[0], roles.precision.scale, None
+        if applied:
+            if agreed["untouched"]:
+                roles.reduction.drop_gradients(self._untouched_everywhere())
+            optimizer.apply(roles.clipping.coefficient(norm) / divisor)  # type: ignore[arg-type]
+            roles.reduction.publish()
+            roles.schedule.step()
+        else:
+            culprit = self._find_nonfinite()
+        roles.precision.update(not applied)
+        roles.reduction.zero_gradients()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self.global_tokens += round(agreed["tokens"] / self._replicas)
+        self.skipped_steps += not applied
+        optimizer.overflow = not applied
+        self._spend("step", started)
+        self._window = Window()
+        self._report(agreed, window, applied, norm, lr, scale, culprit)
+
+    def _agree(self, sum_of_squares: Tensor) -> dict[str, float]:
+        """What all ranks must know alike, in one all-reduce (a second one only if the norm overflowed)."""
+        window = self._window
+        mine: dict[str, Tensor | float] = {
+            "sum_of_squares": sum_of_squares,
+            "loss": window.loss,
+            "num_losses": window.num_losses,
+            "count": window.count,
+            "tokens": window.num_tokens,
+            "untouched": len(self.roles.reduction.untouched()),
+            "sigint": self._stop_signal == 2,
+            "sigterm": self._stop_signal == 15,
+        }
+        agreed = self._agreement.sum(mine)
+        if not math.isfinite(agreed["sum_of_squares"]):
+            agreed |= self._agreement.sum({"sum_of_squares": self.roles.reduction.sum_of_squares(exact=True)})
+        self.stop_requested = 15 if agreed["sigterm"] else 2 if agreed["sigint"] else 0
+        return agreed
+
+    def _report(
+        self,
+        agreed: Mapping[str, float],
+        window: Window,
+        applied: bool,
+        norm: float | None,
+        lr: float,
+        scale: float,
+        culprit: tuple[int, str] | None,
+    ) -> None:
+        loss = None
+        if agreed["num_losses"]:
+            managed = self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
+            loss = agreed["loss"] / (agreed["count"] or managed)
+        report = StepReport(
+            step=self.global_steps,
+            applied=applied,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            loss_scale=scale,
+            samples=self.global_samples,
+            tokens_seen=self.global_tokens,
+            tokens_computed=self.global_tokens,
+            skipped_steps=self.skipped_steps,
+            bytes_by_axis=self.mesh.ledger.take(),
+            seconds={**window.seconds, "total": time.perf_counter() - window.started},
+            first_nonfinite=culprit,
+        )
+        self.last_report = report
+        self.watchers.on_step(report)
+        self._health.check(report, self.roles.precision)
+
+    # --- whole windows -----------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step: forward and backward of every micro-batch of a window, then `step`.
+
+        ``data_iter`` yields this rank's micro-batches; None takes them from the engine's own loader, epoch after
+        epoch. Returns the loss (0-dim, CPU): the mean over the window and all ranks.
+        """
+        batches = data_iter if data_iter is not None else self._own_batches()
+        self.module.train()
+        for _ in range(self._accumulation_steps):
+            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
+            self.step()
+        assert self.last_report is not None and self.last_report.loss is not None
+        return torch.tensor(self.last_report.loss)
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
+        """The mean loss (0-dim, CPU) of ``num_micro_batches`` micro-batches (default: a window's), over all ranks.
+
+        No gradient, no counter and no training random stream is touched.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            total: Tensor | float = 0.0
+            count: Tensor | float = 0.0
+            for _ in range(num_micro_batches or self._accumulation_steps):
+                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn)
+                is_sum = isinstance(loss, LossSum)
+                total = total + (loss.total if isinstance(loss, LossSum) else loss)
+                count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
+        finally:
+            self.module.train(was_training)
+        agreed = self._agreement.sum({"total": total, "count": count})
+        return torch.tensor(agreed["total"] / agreed["count"])
+
+    def flush(self, discard: bool = False) -> None:
+        """Close an incomplete window: step on what has been accumulated, or discard it. A complete one is left alone."""
+        if self._window.num_losses == 0:
+            return
+        if discard:
+            self.roles.reduction.zero_gradients()
+            self._window = Window()
+            self.micro_steps -= self.micro_steps % self._accumulation_steps
+            return
+        override, self._boundary_override = self._boundary_override, True
+        try:
+            self.step()
+        finally:
+            self._boundary_override = override
+        self.micro_steps += -self.micro_steps % self._accumulation_steps
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside do not reduce. At stages 2 and 3, which never keep whole gradients, a no-op."""
+        if self._in_no_sync:
+            raise EngineError("no_sync() is not reentrant")
+        if not self.roles.reduction.defers() and not self._noted_no_sync:
+            self._noted_no_sync = True
+            log.warning("no_sync() has no effect at ZeRO stage %d: gradients are reduced in every backward", self.plan.zero.stage)
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates the model."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return not self.plan.batch.managed or (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Take over the boundary: holds until it is set again."""
+        self._boundary_override = is_boundary
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _replicas(self) -> float:
+        """How many ranks see the same samples: sums over the world count each sample that often."""
+        return self.mesh.world_size / self.mesh.dp_size
+
+    def _forget_window(self) -> None:
+        self.roles.reduction.zero_gradients()
+        self._window, self._batches = Window(), None
+
+    def _untouched_everywhere(self) -> set[int]:
+        return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
+
+    def _find_nonfinite(self) -> tuple[int, str] | None:
+        index = self.roles.reduction.first_nonfinite()
+        found = self._agreement.lowest(None if index is None else (self.mesh.rank, index))
+        return None if found is None else (found[0], self.parameter_registry.infos[found[1]].name)
+
+    def _check_loss(self, value: Any, is_sum: bool) -> None:
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise EngineError(
+                f"backward() takes a scalar loss with a graph; it got {describe(value)}"
+                + (" without one (was it computed under no_grad, or detached?)" if isinstance(value, Tensor) and value.numel() == 1 else "")
+            )
+        if self._window.num_losses and is_sum != bool(self._window.num_counted):
+            raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
+
+    def _require_optimizer(self) -> EngineOptimizer:
+        if self.optimizer is None:
+            raise EngineError("step() needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to initialize()")
+        return self.optimizer
+
+    def _spend(self, phase: str, started: float) -> None:
+        self._window.seconds[phase] = self._window.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except StopIteration:
+            micro_step = self.micro_steps % self._accumulation_steps
+            raise EngineError(
+                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of {self._accumulation_steps} on rank "
+                f"{self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
+            ) from None
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise EngineError("train_batch() has no data: pass an iterator, or training_data= to initialize()")
+        if self._batches is None:
+            self._batches = iter(RepeatingLoader(self.training_dataloader))
+        return self._batches

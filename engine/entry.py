@@ -1,0 +1,130 @@
+"""`initialize` and `add_config_arguments`: how a script comes in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from engine.build import build
+from engine.config import Config, ConfigError, EngineError, Problem, load_config
+from engine.device import current_device, device_kind
+from engine.engine import Engine
+from engine.launch.environment import RankEnvironment
+from engine.mesh import join_process_group
+from engine.optim.optimizer import EngineOptimizer
+from engine.plan import World, plan
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    config: ConfigSource | None = None,
+    *,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    config_params: ConfigSource | None = None,
+    auto: Mapping[str, Any] | None = None,
+    output: str | os.PathLike[str] | None = None,
+) -> tuple[Engine, EngineOptimizer | None, Any, Any]:
+    """Make ``model`` train as ``config`` says. Returns ``(engine, optimizer, dataloader, lr_scheduler)``.
+
+    ``config``: a path, a dict or a `Config`; ``config_params`` and ``args.deepspeed_config`` are DeepSpeed's other
+    places for it. ``optimizer``: an optimizer built on the model's parameters, or a callable that builds one from
+    them; it wins over the JSON's. ``lr_scheduler``: a scheduler, or a callable that builds one from the optimizer.
+    ``training_data``: a map-style or iterable dataset; the dataloader returned yields this rank's micro-batches.
+    ``loss_fn``: for `Engine.train_batch` with batches ``(inputs, targets)``. ``auto`` supplies values for "auto".
+    ``output``: a folder for metrics and monitors; without it relative paths lie under the working directory.
+
+    The model is changed in place (placed, cast, sharded). A process group that exists is reused; where torchrun or
+    SLURM variables describe one, it is made (``dist_init_required=False`` forbids that); else this is one process.
+
+    Raises ConfigError with every problem of the config, EngineError for what does not fit the model or the world.
+    """
+    if model is None:
+        raise EngineError("initialize() needs model=, a torch.nn.Module")
+    if mpu is not None:
+        raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
+    environment = _environment()
+    loaded = load_config(_config_source(args, config, config_params), auto=auto)
+    device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
+    world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
+    resolved = plan(loaded, world)
+    owns_group = False
+    if environment.world_size > 1 and not dist.is_initialized():
+        if dist_init_required is False:
+            raise EngineError(
+                f"{environment.launcher} describes {environment.world_size} ranks, but dist_init_required=False and there is no "
+                "process group: call torch.distributed.init_process_group() first, or leave dist_init_required out"
+            )
+        environment.export()
+        owns_group = join_process_group(environment.rank, environment.world_size, "env://", device)
+    engine = build(
+        resolved,
+        model,
+        device,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        output=Path(output) if output is not None else None,
+        on_destroy=dist.destroy_process_group if owns_group else lambda: None,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """DeepSpeed's command-line arguments: ``--deepspeed`` (a flag without effect) and ``--deepspeed_config PATH``."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted, without effect: a config always applies")
+    group.add_argument("--deepspeed_config", metavar="PATH", default=None, help="the JSON config")
+    return parser
+
+
+def _config_source(
+    args: argparse.Namespace | None, config: ConfigSource | None, config_params: ConfigSource | None
+) -> ConfigSource:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    present = {name: value for name, value in given.items() if value is not None}
+    if len(present) != 1:
+        found = f"{' and '.join(present)} were given" if present else "none was given"
+        raise ConfigError([Problem("config", f"initialize() takes one config; {found}", allowed=", ".join(given))])
+    return next(iter(present.values()))
+
+
+def _environment() -> RankEnvironment:
+    """The ranks of the process group if there is one, else those that the launcher's variables describe."""
+    if not dist.is_initialized():
+        return RankEnvironment.read()
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
+    return RankEnvironment(dist.get_rank(), local_rank, size, local_size, launcher="torchrun")
+
+
+def _how(environment: RankEnvironment) -> str:
+    if dist.is_initialized():
+        return "the process group"
+    if environment.launcher == "single":
+        return "no process group and no torchrun or SLURM variables"
+    return f"{environment.launcher}'s variables"

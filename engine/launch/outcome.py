@@ -1,0 +1,76 @@
+"""How a launched rank tells its launcher why it failed, and which rank's word counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FAILURE_DIRECTORY = "PTRAIN_FAILURE_DIRECTORY"
+"""Set by the launcher for its ranks: a rank leaves its message there, so that the launcher prints one and not N."""
+
+STOPPED = (130, 143)
+USER_MISTAKE = 2
+
+
+def leave_message(rank: int, message: str) -> bool:
+    """Leave the message of this rank for the launcher. Returns False where no launcher of ours waits for it."""
+    directory = os.environ.get(FAILURE_DIRECTORY)
+    if not directory:
+        return False
+    try:
+        (Path(directory) / f"rank{rank}").write_text(message, encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def read_messages(directory: Path, num_ranks: int) -> dict[int, str]:
+    paths = {rank: directory / f"rank{rank}" for rank in range(num_ranks)}
+    return {rank: path.read_text(encoding="utf-8") for rank, path in paths.items() if path.exists()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's exit code and what it prints."""
+
+    exit_code: int
+    lines: tuple[str, ...] = ()
+
+
+def judge(
+    num_ranks: int, exit_codes: Mapping[int, int], messages: Mapping[int, str], stop: signal.Signals | None
+) -> Outcome:
+    """Find the cause among the ranks' ends.
+
+    `exit_codes`: by rank in the order in which they ended, without ranks that the launcher killed; negative is the
+    signal that killed the rank, as in `subprocess`. `stop`: the signal that the user had sent.
+
+    The first rank that failed is the cause, and what others say after it is a consequence and is not printed,
+    except for user's mistakes (code 2), which never are one.
+    """
+    failed = {rank: code for rank, code in exit_codes.items() if code != 0 and code not in STOPPED}
+    if stop is not None:
+        # Ranks that were still starting had no handler yet.
+        failed = {rank: code for rank, code in failed.items() if code != -stop}
+        if not failed:
+            stopped = any(code in STOPPED for code in exit_codes.values())
+            finished = all(code == 0 for code in exit_codes.values())
+            early = () if stopped or finished else (f"stopped by {stop.name} before training began; nothing was saved",)
+            return Outcome(0 if finished else 128 + stop, early)
+    elif not failed:
+        return Outcome(next((code for code in exit_codes.values() if code != 0), 0))
+    cause = next(iter(failed))
+    code = failed[cause]
+    if code < 0:
+        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        return Outcome(1, (f"rank {cause} died (signal {-code}){hint}; go on from the last save with --resume auto",))
+    if cause not in messages:
+        return Outcome(code, (f"rank {cause} exited with code {code} and left no message",))
+    speakers = [rank for rank in failed if rank == cause or (code == USER_MISTAKE and failed[rank] == USER_MISTAKE)]
+    texts = {messages[rank]: rank for rank in reversed(speakers) if rank in messages}
+    if len(texts) == 1 and len(speakers) == num_ranks:
+        return Outcome(code, tuple(texts))
+    return Outcome(code, tuple(f"rank {texts[text]}: {text}" for text in sorted(texts, key=lambda text: texts[text])))

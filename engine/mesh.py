@@ -1,0 +1,99 @@
+"""Ranks, coordinates and process groups: the only place that builds groups.
+
+Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, sp, tp`` (default placement P, D, T: ranks that differ only in
+tp are neighbours). Axes of degree 1 cost nothing. Data shards come from coordinates, never from a group rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.collectives.ledger import Ledger
+from engine.collectives.shards import ShardGroup
+from engine.config.messages import EngineError
+from engine.device import backend_for
+from engine.plan import Degrees
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+class Mesh:
+    """This rank's place among all. With one rank and no process group, every group is None."""
+
+    def __init__(self, degrees: Degrees, device: torch.device, ledger: Ledger | None = None) -> None:
+        self.device = device
+        self.ledger = ledger or Ledger()
+        self.degrees: Mapping[str, int] = {axis: getattr(degrees, axis) for axis in AXES}
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if math.prod(self.degrees.values()) != self.world_size:
+            arithmetic = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items() if size > 1) or "1"
+            raise EngineError(f"the mesh {arithmetic} does not cover the {self.world_size} ranks of this process group")
+        self.coordinates = coordinates(self.rank, self.degrees)
+        self._split = [axis for axis in AXES if self.degrees[axis] > 1]
+        self._device_mesh: DeviceMesh | None = None
+
+    @property
+    def dp_size(self) -> int:
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def dp_rank(self) -> int:
+        """The data shard of this rank: equal for all ranks that must see the same samples."""
+        return self.coordinates["dp_replicate"] * self.degrees["dp_shard"] + self.coordinates["dp_shard"]
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """The torch mesh over ``axes`` that have a degree above 1, in mesh order."""
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(
+                self.device.type, tuple(self.degrees[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
+            )
+        wanted = tuple(axis for axis in axes if axis in self._split)
+        return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
+
+    def group(self, axis: str) -> ShardGroup:
+        """The ranks that differ from this one in ``axis`` only."""
+        if self.degrees[axis] == 1:
+            return ShardGroup(None, axis, self.ledger)
+        return ShardGroup(self.device_mesh(axis).get_group(), axis, self.ledger)
+
+    def world(self) -> ShardGroup:
+        return ShardGroup(dist.group.WORLD if self.world_size > 1 else None, "world", self.ledger)
+
+
+def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Row-major coordinates of a rank."""
+    place: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, degrees[axis])
+    return {axis: place[axis] for axis in AXES}
+
+
+def join_process_group(
+    rank: int, world_size: int, init_method: str, device: torch.device, timeout_seconds: float | None = None
+) -> bool:
+    """Make this process part of the default process group; a group that exists is reused.
+
+    Returns whether a group was made (its maker must end it). Raises EngineError when the existing group cannot serve
+    the device.
+    """
+    if dist.is_initialized():
+        if device.type != "cpu" and dist.get_backend() == "gloo":
+            raise EngineError(
+                f"the existing process group uses gloo but the run uses {device.type}; initialise it with backend "
+                f"{backend_for(device)!r} or let engine.initialize() do it"
+            )
+        return False
+    if world_size == 1:
+        return False
+    options = {} if timeout_seconds is None else {"timeout": datetime.timedelta(seconds=timeout_seconds)}
+    dist.init_process_group(
+        backend_for(device), init_method=init_method, rank=rank, world_size=world_size, **options  # type: ignore[arg-type]
+    )
+    return True

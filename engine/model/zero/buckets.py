@@ -1,0 +1,276 @@
+"""ZeRO stages 0, 1 and 2: whole parameters on every rank, gradients and optimizer state in flat buckets.
+
+A bucket is a run of parameters, last layers first, in one flat buffer; the model's parameters are views of it. Each
+rank owns one shard of every bucket.
+
+| stage | gradients | reduced | masters and moments |
+|---|---|---|---|
+| 0 | whole | all-reduce at the boundary | whole on every rank |
+| 1 | whole | reduce-scatter at the boundary | the shard |
+| 2 | the shard; whole only while a bucket fills | reduce-scatter in every backward | the shard |
+
+Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from engine.collectives.shards import Pending, ShardGroup
+from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
+from engine.parameters import ParameterInfo
+
+MAX_IN_FLIGHT = 2
+"""Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter in a bucket, at ``[offset, offset + numel)``."""
+
+    info: ParameterInfo
+    parameter: nn.Parameter
+    offset: int
+    collected: bool = False
+    in_window: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.info.numel
+
+
+@dataclass(eq=False)
+class Bucket:
+    """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
+    where the precision is the same). ``collect``: where gradients of the current round gather. ``result``: this
+    rank's shard of the reduced gradients of the window, None before the first reduction."""
+
+    members: list[Member]
+    bounds: list[int]
+    rank: int
+    values: Tensor
+    master: Tensor
+    gradient_dtype: torch.dtype
+    home: Tensor | None = None
+    collect: Tensor | None = None
+    result: Tensor | None = None
+    num_waiting: int = 0
+    shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
+
+    @property
+    def own(self) -> slice:
+        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+
+class BucketReduction:
+    """The `Reduction` role of stages 0 to 2. See the table above.
+
+    ``divisor``: the gradients behind the shards are sums; dividing by it gives what the config asks for (the mean
+    over the data-parallel ranks). The engine folds it into the one factor that the optimizer applies.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        shard_group: ShardGroup,
+        replicate_group: ShardGroup,
+        *,
+        stage: int,
+        reduce_dtype: torch.dtype | None,
+        predivide_factor: float,
+        divisor: float,
+    ) -> None:
+        self.buckets = list(buckets)
+        self.shard_group, self.replicate_group = shard_group, replicate_group
+        self.stage = stage
+        self.divisor = divisor / predivide_factor
+        self._reduce_dtype = reduce_dtype
+        self._predivide_factor = predivide_factor
+        self._keeps_whole_gradients = stage < 2 or shard_group.size == 1
+        self._reducing = False
+        self._next = 0
+        self._num_rounds = 0
+        self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._hooks = [
+            member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member))
+            for bucket in self.buckets
+            for member in bucket.members
+        ]
+        self.shards = [shard for bucket in self.buckets for shard, _ in bucket.shards]
+        self._start_round()
+
+    # --- collecting ------------------------------------------------------------------------------------------
+
+    def _make_hook(self, bucket: Bucket, member: Member):  # type: ignore[no-untyped-def]
+        start, stop, shape = member.offset, member.stop, member.info.shape
+
+        @torch.no_grad()
+        def collect(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if bucket.collect is None:
+                bucket.collect = self._collect_buffer(bucket)
+            view = bucket.collect[start:stop].view(shape)
+            if member.collected:
+                view.add_(gradient)
+                return
+            view.copy_(gradient)
+            member.collected = member.in_window = True
+            bucket.num_waiting -= 1
+            if self._reducing and bucket.num_waiting == 0:
+                self._advance()
+
+        return collect
+
+    def _collect_buffer(self, bucket: Bucket) -> Tensor:
+        """The bucket's own buffer where whole gradients are kept and it is not in use, else a borrowed one."""
+        if self._keeps_whole_gradients and bucket.result is None:
+            if bucket.home is None:
+                bucket.home = torch.zeros_like(bucket.values, dtype=bucket.gradient_dtype)
+            return bucket.home
+        free = self._free.setdefault((bucket.values.numel(), bucket.gradient_dtype), [])
+        return free.pop() if free else torch.zeros_like(bucket.values, dtype=bucket.gradient_dtype)
+
+    # --- reducing --------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        self._reducing = last or self.stage == 2
+
+    def end_backward(self) -> None:
+        """Every reducing backward is exactly one round over all buckets, so that ranks agree whatever they touched."""
+        if self._reducing:
+            self._finish_round()
+            self._reducing = False
+
+    def finish(self) -> None:
+        self._reducing = False
+        if self._num_rounds == 0 or any(bucket.collect is not None for bucket in self.buckets):
+            self._finish_round()
+        for bucket in self.buckets:
+            assert bucket.result is not None
+            gradients = bucket.result
+            if gradients.dtype != bucket.master.dtype:
+                gradients = gradients.to(bucket.master.dtype)
+            for shard, offset in bucket.shards:
+                master = shard.parameter
+                master.grad = gradients[offset : offset + master.numel()].view(master.shape)
+
+    def _advance(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].num_waiting == 0:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _finish_round(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        while self._in_flight:
+            self._complete()
+        self._num_rounds += 1
+        self._start_round()
+
+    def _start_round(self) -> None:
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.num_waiting = len(bucket.members)
+            for member in bucket.members:
+                member.collected = False
+
+    def _launch(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._complete()
+        collected = bucket.collect if bucket.collect is not None else self._collect_buffer(bucket)
+        bucket.collect = None
+        for member in bucket.members:
+            if not member.collected:
+                collected[member.offset : member.stop].zero_()
+        if self._predivide_factor != 1.0:
+            collected.div_(self._predivide_factor)
+        wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
+        if self.shard_group.size > 1:
+            pending = self.shard_group.reduce_scatter(wire, bucket.bounds)
+        else:
+            pending = self.replicate_group.all_reduce(wire)
+        self._in_flight.append((bucket, collected, wire, pending))
+
+    def _complete(self) -> None:
+        bucket, collected, wire, pending = self._in_flight.popleft()
+        pending.wait()
+        own = wire[bucket.own]
+        if self.shard_group.size > 1 and self.replicate_group.size > 1:
+            self.replicate_group.all_reduce(own).wait()
+        if wire is not collected:
+            own = collected[bucket.own].copy_(own)
+        if bucket.result is not None:
+            bucket.result.add_(own)
+        elif collected is bucket.home:
+            bucket.result = own
+            return
+        else:
+            if bucket.home is None:
+                bucket.home = torch.empty_like(own)
+            bucket.result = bucket.home.copy_(own)
+        self._free.setdefault((collected.numel(), collected.dtype), []).append(collected)
+
+    # --- after the reduction -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sum_of_squares(self, exact: bool = False) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device if self.buckets else None)
+        for bucket in self.buckets:
+            assert bucket.result is not None
+            total += sum_of_squares(bucket.result, exact)
+        return total / self.replicate_group.size
+
+    def first_nonfinite(self) -> int | None:
+        return first_nonfinite(self.shards)
+
+    def untouched(self) -> list[int]:
+        return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
+
+    def drop_gradients(self, indices: set[int]) -> None:
+        for shard in self.shards:
+            if shard.info.index in indices:
+                shard.parameter.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        pending = []
+        for bucket in self.buckets:
+            if bucket.master.data_ptr() != bucket.values[bucket.own].data_ptr():
+                bucket.values[bucket.own].copy_(bucket.master)
+            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds))
+        for gather in pending:
+            gather.wait()
+        # parameters alias the buckets through .data, so autograd must be told that they changed
+        torch.autograd.graph.increment_version([m.parameter for bucket in self.buckets for m in bucket.members])
+
+    def zero_gradients(self) -> None:
+        self._reducing = False
+        self._num_rounds = 0
+        while self._in_flight:
+            self._complete()
+        for bucket in self.buckets:
+            if bucket.collect is not None and bucket.collect is not bucket.home:
+                self._free.setdefault((bucket.collect.numel(), bucket.collect.dtype), []).append(bucket.collect)
+            bucket.collect = bucket.result = None
+            for member in bucket.members:
+                member.in_window = False
+        for shard in self.shards:
+            shard.parameter.grad = None
+        self._start_round()
+
+    def defers(self) -> bool:
+        return self.stage < 2  # stage 2 never keeps whole gradients
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,168 @@
+"""ZeRO stage 3 on FSDP2: parameters live as shards and are gathered around each group of blocks.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. What this file adds: how blocks are
+grouped, collectives that are counted and, on gloo, fast (`engine.collectives.fsdp`), and the view of the local
+shards that the optimizer and checkpoints read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from engine.collectives.fsdp import AllGather, ReduceScatter
+from engine.mesh import Mesh
+from engine.model.zero.layout import DTYPES
+from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
+from engine.parameters import ParameterInfo, ParameterRegistry
+from engine.plan import PrecisionPlan, ZeroPlan
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    zero: ZeroPlan,
+    precision: PrecisionPlan,
+    mesh: Mesh,
+    prepare: Callable[[Sequence[nn.Module]], None],
+) -> None:
+    """Apply `fully_shard` to groups of consecutive ``blocks`` and to the rest of ``model``.
+
+    Consecutive blocks share a group until it holds ``zero.group_elements`` elements. Before a group is cut,
+    ``prepare(modules)`` makes its values real and equal on all ranks, so that no rank ever holds the whole model.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if precision.compute == "fp32" else DTYPES[precision.compute],
+        reduce_dtype=DTYPES[precision.reduce],
+        cast_forward_inputs=False,
+    )
+    arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
+    for group in group_blocks(blocks, zero.group_elements):
+        prepare(group)
+        fully_shard(list(group), reshard_after_forward=zero.reshard_after_forward, **arguments)  # type: ignore[call-overload]
+    prepare([model])
+    # the root's own parameters are used first and last: gathering them again for backward would be for nothing
+    fully_shard(model, reshard_after_forward=False, **arguments)  # type: ignore[call-overload]
+    shard_group, size = mesh.group("dp_shard"), mesh.degrees["dp_shard"]
+    all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and size > 1:
+            module.set_custom_all_gather(all_gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
+            # sums on the wire; the one division is part of the factor that the optimizer applies
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:
+    """Runs of consecutive blocks of at least ``group_elements`` each; blocks that together hold less get no group."""
+    groups: list[list[nn.Module]] = []
+    current: list[nn.Module] = []
+    filled = 0
+    for block in blocks:
+        current.append(block)
+        filled += sum(p.numel() for p in block.parameters())
+        if filled >= group_elements:
+            groups.append(current)
+            current, filled = [], 0
+    if current and groups:
+        groups[-1].extend(current)
+    return groups
+
+
+class FullyShardedReduction:
+    """The `Reduction` role of stage 3: FSDP2 reduces in every backward, this class reads the result."""
+
+    def __init__(
+        self, model: nn.Module, registry: ParameterRegistry, managed: Sequence[ParameterInfo], zero: ZeroPlan, mesh: Mesh
+    ) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model: FSDPModule = model
+        self._replicas = mesh.degrees["dp_replicate"]
+        self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
+        self._device = mesh.device
+        sharded = dict(model.named_parameters())
+        self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
+        self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
+        self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
+
+    def begin_backward(self, last: bool) -> None:
+        self._model.set_is_last_backward(last)
+
+    def end_backward(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        for shard, parameter in self._local:
+            gradient = parameter.grad
+            if gradient is None:
+                shard.parameter.grad = None
+                continue
+            local = local_part(gradient)
+            shard.parameter.grad = local if local.dtype == shard.parameter.dtype else local.to(shard.parameter.dtype)
+
+    @torch.no_grad()
+    def sum_of_squares(self, exact: bool = False) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for shard in self.shards:
+            if shard.parameter.grad is not None:
+                total += sum_of_squares(shard.parameter.grad.reshape(-1), exact)
+        return total / self._replicas
+
+    def first_nonfinite(self) -> int | None:
+        return first_nonfinite(self.shards)
+
+    def untouched(self) -> list[int]:
+        return []  # FSDP2 leaves the gradient of a parameter that no rank used at None already
+
+    def drop_gradients(self, indices: set[int]) -> None:
+        pass
+
+    def publish(self) -> None:
+        """Nothing to do: the masters are the shards that the next forward gathers."""
+
+    def zero_gradients(self) -> None:
+        for _, parameter in self.parameters:
+            parameter.grad = None
+        for shard in self.shards:
+            shard.parameter.grad = None
+
+    def defers(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def row_shards(
+    model: nn.Module, registry: ParameterRegistry, mesh: Mesh, indices: set[int], complement: bool = True
+) -> list[ParameterShard]:
+    """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
+    rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
+    sharded = dict(model.named_parameters())
+    shards = []
+    for info in registry.infos:
+        start, stop = row_range(info.shape, rank, size)
+        if start < stop and (info.index in indices) != complement:
+            local = nn.Parameter(local_part(sharded[info.name]), requires_grad=info.trainable)
+            shards.append(ParameterShard(info, local, start, stop))
+    return shards
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def row_range(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
+    """The elements of the flattened parameter that FSDP2 keeps on ``rank``: whole rows, as `torch.chunk` cuts them."""
+    rows = shape[0] if shape else 1
+    per_row = torch.Size(shape[1:]).numel() if shape else 1
+    chunk = -(-rows // size)
+    first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+    return first * per_row, last * per_row

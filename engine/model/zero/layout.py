@@ -1,0 +1,135 @@
+"""How parameters are laid out in the flat buckets of stages 0 to 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine.collectives.shards import ShardGroup
+from engine.model.zero.buckets import Bucket, BucketReduction, Member
+from engine.model.zero.shards import ParameterShard, assign_owners
+from engine.parameters import ParameterInfo
+from engine.plan import PrecisionPlan, ZeroPlan
+
+Granularity = Literal["elementwise", "whole"]
+"""Whether the optimizer may step on any slice of a parameter, or needs whole parameters."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HALF = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16
+"""Elements; shards start at 64-byte boundaries in fp32, as vector instructions like them."""
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for 16-bit parameters, else the parameter's own."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def compute_dtype(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
+    """What forward uses for a parameter of ``dtype``: the config's 16-bit type, else the parameter's own."""
+    return dtype if precision.compute == "fp32" or not dtype.is_floating_point else DTYPES[precision.compute]
+
+
+def build_buckets(
+    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
+    zero: ZeroPlan,
+    precision: PrecisionPlan,
+    granularity: Granularity,
+    shard_group: ShardGroup,
+    replicate_group: ShardGroup,
+) -> BucketReduction:
+    """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
+
+    The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
+    parameters, balanced by size.
+    """
+    owners = [0] * len(parameters)
+    if granularity == "whole":
+        owners = assign_owners([info.numel for info, _ in parameters], shard_group.size)
+    owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
+    buckets = []
+    for run in _runs(list(reversed(parameters)), zero.bucket_elements):
+        if granularity == "whole":
+            run = sorted(run, key=lambda item: owner_of[item[0].index])
+            bounds = [0]
+            for rank in range(shard_group.size):
+                bounds.append(bounds[-1] + sum(i.numel for i, _ in run if owner_of[i.index] == rank))
+        else:
+            numel = sum(info.numel for info, _ in run)
+            quantum = ALIGNMENT * shard_group.size if shard_group.size > 1 else 1
+            bounds = shard_group.even_bounds(-(-numel // quantum) * quantum)
+        buckets.append(_fill(run, bounds, precision, shard_group))
+    reduce_dtype = DTYPES[precision.reduce]
+    return BucketReduction(
+        buckets,
+        shard_group,
+        replicate_group,
+        stage=zero.stage,
+        reduce_dtype=reduce_dtype if precision.reduce != precision.accumulate else None,
+        predivide_factor=zero.predivide_factor,
+        divisor=shard_group.size * replicate_group.size if zero.reduce_op == "mean" else 1.0,
+    )
+
+
+def _runs(
+    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int
+) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
+    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype."""
+    runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
+    filled, dtype = 0, None
+    for info, parameter in parameters:
+        if not runs or info.dtype != dtype or filled + info.numel > limit:
+            runs.append([])
+            filled, dtype = 0, info.dtype
+        runs[-1].append((info, parameter))
+        filled += info.numel
+    return runs
+
+
+@torch.no_grad()
+def _fill(
+    run: Sequence[tuple[ParameterInfo, nn.Parameter]], bounds: list[int], precision: PrecisionPlan, shard_group: ShardGroup
+) -> Bucket:
+    original = torch.zeros(bounds[-1], dtype=run[0][1].dtype, device=run[0][1].device)
+    members, offset = [], 0
+    for info, parameter in run:
+        members.append(Member(info, parameter, offset))
+        view = original[offset : offset + info.numel].view(info.shape)
+        view.copy_(parameter)
+        parameter.data = view  # frees the parameter's own storage before the next one is copied
+        offset += info.numel
+
+    dtype = compute_dtype(original.dtype, precision)
+    own = slice(bounds[shard_group.rank], bounds[shard_group.rank + 1])
+    values = original
+    if dtype != original.dtype:
+        values = original.to(dtype)
+        for member in members:
+            member.parameter.data = values[member.offset : member.stop].view(member.info.shape)
+    master = values[own]
+    if master_dtype(dtype) != dtype:
+        master = original[own].to(master_dtype(dtype), copy=True)
+    accumulate = DTYPES[precision.accumulate] if dtype in (torch.float32, *HALF) else dtype
+    bucket = Bucket(members, bounds, shard_group.rank, values, master, accumulate)
+    bucket.shards = list(_shards(members, own, master))
+    return bucket
+
+
+def _shards(members: Sequence[Member], own: slice, master: Tensor) -> list[tuple[ParameterShard, int]]:
+    """The parts of parameters inside this rank's shard, each with its offset in the shard."""
+    shards = []
+    for member in members:
+        start, stop = max(member.offset, own.start), min(member.stop, own.stop)
+        if start >= stop:
+            continue
+        local = master[start - own.start : stop - own.start]
+        if stop - start == member.info.numel:
+            local = local.view(member.info.shape)
+        parameter = nn.Parameter(local)
+        shards.append(
+            (ParameterShard(member.info, parameter, start - member.offset, stop - member.offset), start - own.start)
+        )
+    return shards

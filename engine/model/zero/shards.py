@@ -1,0 +1,77 @@
+"""What every ZeRO stage hands to the optimizer and to checkpoints: local pieces of parameters, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.boxes import flat_range_boxes
+from engine.contracts import Chunk
+from engine.parameters import ParameterInfo
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """This rank's part of one parameter, as the optimizer sees it.
+
+    ``parameter`` is the master (fp32 where the model is 16-bit), local; it holds the elements ``[start, stop)`` of
+    the row-major flattened global parameter, shaped like the parameter where it is whole.
+    """
+
+    info: ParameterInfo
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.info.numel
+
+    def chunks(self, name: str, tensor: Tensor) -> Iterator[Chunk]:
+        """``tensor`` (one value per element of this shard) as boxes of the global tensor ``name``."""
+        flat = tensor.view(-1)
+        position = 0
+        for offsets, sizes in flat_range_boxes(self.info.shape, self.start, self.stop):
+            numel = torch.Size(sizes).numel()
+            yield Chunk(name, self.info.shape, offsets, sizes, flat[position : position + numel].view(sizes))
+            position += numel
+
+
+def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that owns each tensor whole: largest first, each to the rank that holds least so far."""
+    load = [0] * num_ranks
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        owners[index] = min(range(num_ranks), key=lambda rank: load[rank])
+        load[owners[index]] += numels[index]
+    return owners
+
+
+ROW = 1 << 14
+
+
+def sum_of_squares(flat: Tensor, exact: bool = False) -> Tensor:
+    """The squared L2 norm of a flat tensor, 0-dim float64.
+
+    Summed over rows of 16384 elements in the tensor's own precision (fp32 at least), then in float64: one running
+    fp32 sum over millions of elements loses digits that the norms of two layouts must share. ``exact`` squares in
+    float64, where a large but finite gradient does not overflow.
+    """
+    if exact:
+        return flat.double().square().sum()
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    body = flat.numel() // ROW * ROW
+    total = torch.linalg.vector_norm(flat[:body].view(-1, ROW), dim=1).double().square().sum()
+    if body < flat.numel():
+        total += torch.linalg.vector_norm(flat[body:]).double().square()
+    return total
+
+
+def first_nonfinite(shards: Sequence[ParameterShard]) -> int | None:
+    """The lowest registry index whose gradient here holds an inf or a NaN."""
+    indices = (s.info.index for s in shards if s.parameter.grad is not None and not s.parameter.grad.isfinite().all())
+    return min(indices, default=None)

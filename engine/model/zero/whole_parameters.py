@@ -1,0 +1,103 @@
+"""Stage 3 for optimizers that need whole matrices (Muon, Adafactor): every parameter has an owner that steps on it.
+
+At the boundary gradients travel from the shards to the owners, after the update values travel back. Owners are
+balanced by size, so a rank holds no more masters and moments than with shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.mesh import Mesh
+from engine.model.zero.fully_sharded import FullyShardedReduction, local_part, row_range
+from engine.model.zero.shards import ParameterShard, assign_owners
+from engine.parameters import ParameterInfo, ParameterRegistry
+from engine.plan import ZeroPlan
+
+
+class OwnedParametersReduction(FullyShardedReduction):
+    """As `FullyShardedReduction`, but `shards` are the whole parameters that this rank owns."""
+
+    def __init__(
+        self, model: nn.Module, registry: ParameterRegistry, managed: Sequence[ParameterInfo], zero: ZeroPlan, mesh: Mesh
+    ) -> None:
+        super().__init__(model, registry, managed, zero, mesh)
+        self._group = mesh.group("dp_shard")
+        self._owners = assign_owners([info.numel for info in managed], self._group.size)
+        values = self._to_owners([local_part(parameter) for _, parameter in self.parameters])
+        self.shards = [
+            ParameterShard(info, nn.Parameter(value), 0, info.numel)
+            for (info, _), value in zip(self.parameters, values, strict=True)
+            if value is not None
+        ]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        present = [parameter.grad is not None for _, parameter in self.parameters]
+        gradients = self._to_owners(
+            [local_part(p.grad if p.grad is not None else torch.zeros_like(p)) for _, p in self.parameters]
+        )
+        for _, parameter in self.parameters:
+            parameter.grad = None
+        owned = [(gradient, was) for gradient, was in zip(gradients, present, strict=True) if gradient is not None]
+        for shard, (gradient, was_present) in zip(self.shards, owned, strict=True):
+            shard.parameter.grad = gradient if was_present else None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        operations: list[dist.P2POp] = []
+        whole = {shard.info.index: shard.parameter for shard in self.shards}
+        for (info, parameter), owner in zip(self.parameters, self._owners, strict=True):
+            local = local_part(parameter)
+            for peer in range(self._group.size):
+                start, stop = row_range(info.shape, peer, self._group.size)
+                if start == stop:
+                    continue
+                if owner == self._group.rank:
+                    part = whole[info.index].detach().reshape(-1)[start:stop]
+                    if peer == owner:
+                        local.copy_(part.view_as(local))
+                    else:
+                        operations.append(self._operation(dist.isend, part, peer))
+                elif peer == self._group.rank:
+                    operations.append(self._operation(dist.irecv, local.view(-1), owner))
+        _run(operations)
+
+    def _to_owners(self, locals_: Sequence[Tensor]) -> list[Tensor | None]:
+        """Whole tensors of the parameters that this rank owns (None for the others), from every rank's rows."""
+        operations: list[dist.P2POp] = []
+        wholes: list[Tensor | None] = []
+        for (info, _), owner, local in zip(self.parameters, self._owners, locals_, strict=True):
+            local = local.contiguous().view(-1)
+            if owner != self._group.rank:
+                wholes.append(None)
+                if local.numel():
+                    operations.append(self._operation(dist.isend, local, owner))
+                continue
+            whole = torch.empty(info.numel, dtype=local.dtype, device=local.device)
+            for peer in range(self._group.size):
+                start, stop = row_range(info.shape, peer, self._group.size)
+                if peer == owner:
+                    whole[start:stop].copy_(local)
+                elif start < stop:
+                    operations.append(self._operation(dist.irecv, whole[start:stop], peer))
+            wholes.append(whole.view(info.shape))
+        _run(operations)
+        return wholes
+
+    def _operation(self, kind, tensor: Tensor, peer: int) -> dist.P2POp:  # type: ignore[no-untyped-def]
+        if kind is dist.isend:
+            self._group.ledger.add(self._group.axis, "send", tensor.numel() * tensor.element_size())
+        return dist.P2POp(kind, tensor, group=self._group.group, group_peer=peer)
+
+
+def _run(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+

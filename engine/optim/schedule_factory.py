@@ -1,0 +1,76 @@
+"""From a `SchedulePlan` to a scheduler on an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+from torch.optim.lr_scheduler import LRScheduler
+
+from engine.contracts import EngineError
+from engine.optim.one_cycle import OneCycle
+from engine.optim.schedules import ConstantSchedule, LRRangeTest, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from engine.optim.signatures import check_parameters, described
+from engine.plan.plan import SchedulePlan
+
+_OWN: dict[str, type[LRScheduler]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+_NEEDS_FUNCTION = "it takes a Python function, which JSON cannot hold"
+_NEEDS_SCHEDULERS = "it takes other scheduler objects, which JSON cannot hold"
+_NOT_FROM_JSON = {
+    "ReduceLROnPlateau": "its step() needs a metric, which the engine does not know",
+    "LambdaLR": _NEEDS_FUNCTION,
+    "MultiplicativeLR": _NEEDS_FUNCTION,
+    "SequentialLR": _NEEDS_SCHEDULERS,
+    "ChainedScheduler": _NEEDS_SCHEDULERS,
+}
+
+
+def available_schedules() -> list[str]:
+    """Every ``scheduler.type`` that `build_schedule` accepts: ours first, then torch's."""
+    found = [
+        name
+        for name in torch_schedules.__all__
+        if isinstance(getattr(torch_schedules, name, None), type) and name not in (*_NOT_FROM_JSON, *_OWN, "LRScheduler")
+    ]
+    return [*_OWN, *sorted(found)]
+
+
+def schedule_class(type_name: str) -> type[LRScheduler]:
+    """The class behind a ``scheduler.type``. Raises EngineError for unknown names and those JSON cannot describe."""
+    if type_name in _NOT_FROM_JSON:
+        raise EngineError(
+            f"scheduler.type {type_name!r} cannot come from JSON: {_NOT_FROM_JSON[type_name]}. "
+            "Build it in Python and pass it as initialize(..., lr_scheduler=...)."
+        )
+    names = available_schedules()
+    if type_name in _OWN:
+        return _OWN[type_name]
+    if type_name in names:
+        found: type[LRScheduler] = getattr(torch_schedules, type_name)
+        return found
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(type_name.lower(), by_lower, n=1)
+    hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    raise EngineError(f"scheduler.type {type_name!r} is unknown.{hint} Known: {', '.join(names)}.")
+
+
+def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of the plan on ``optimizer``; without a plan the learning rates stay as they are.
+
+    Raises EngineError naming the parameter when the class does not take ``plan.params``.
+    """
+    if plan is None:
+        return ConstantSchedule(optimizer)
+    cls = schedule_class(plan.type)
+    check_parameters(cls, plan.params, "scheduler.params")
+    try:
+        return cls(optimizer, **plan.params)
+    except EngineError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise EngineError(
+            f"scheduler.params do not suit {plan.type}: {error}. It takes {described(cls)}."
+        ) from error

@@ -1,0 +1,66 @@
+"""Any scheduler as a part of the run that survives a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.contracts import EngineError, OnLayoutChange, SavedLayout
+from engine.optim.json_state import decode, encode
+
+
+class ScheduleState:
+    """Makes a scheduler a Stateful: one of ours, torch's, or any object with ``state_dict`` and ``load_state_dict``.
+
+    The learning rates and momenta of the optimizer's groups are kept beside the scheduler's own state: torch's
+    schedulers compute the next value from them. An object without a state has an empty one.
+    """
+
+    name = "lr_scheduler"
+    on_layout_change: OnLayoutChange = "reshard"
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(getattr(getattr(self.scheduler, "optimizer", None), "param_groups", []))
+
+    def state(self) -> dict[str, Any]:
+        read = getattr(self.scheduler, "state_dict", None)
+        scheduled = [
+            {key: group[key] for key in ("lr", "initial_lr", "momentum", "betas") if key in group}
+            for group in self._groups()
+        ]
+        return {
+            "type": type(self.scheduler).__name__,
+            "scheduler": encode(read() if callable(read) else {}, "lr_scheduler"),
+            "groups": encode(scheduled, "lr_scheduler.groups"),
+        }
+
+    def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
+        """Raises EngineError when the saved state is of another class of scheduler."""
+        current = type(self.scheduler).__name__
+        if state["type"] != current:
+            raise EngineError(
+                f"The checkpoint holds the state of a {state['type']} learning-rate scheduler, but this run uses "
+                f"{current}; use the same scheduler, or load with load_lr_scheduler_states=False to start {current} anew."
+            )
+        # The groups first: a schedule in closed form overrules them with the current config's values.
+        saved_groups = decode(state["groups"])
+        groups = self._groups()
+        if len(saved_groups) == len(groups):
+            for group, saved in zip(groups, saved_groups, strict=True):
+                _restore(group, saved)
+        write = getattr(self.scheduler, "load_state_dict", None)
+        if callable(write):
+            write(decode(state["scheduler"]))
+
+
+def _restore(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), torch.Tensor):
+            # A tensor learning rate is shared with a captured graph or a compiled step: it is filled, never replaced.
+            group[key].fill_(float(value))
+        else:
+            group[key] = value

@@ -1,0 +1,128 @@
+"""The parameter registry: who is who, settled once, before any transform touches the model.
+
+Norms, optimizer groups, checkpoints, export and the rebinding of client optimizers read it; nothing else walks
+`named_parameters()`. Names are the user's own and never change; a tied parameter is known by its first owner's
+name, its other names are aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config.messages import EngineError
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of the user's model. ``shape`` is global; ``block`` is its repeated block's index, if any;
+    ``group`` its index in `ParameterRegistry.groups`, None for a frozen parameter."""
+
+    index: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    block: int | None
+    group: int | None
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class ParameterRegistry:
+    """All parameters of ``model`` in registration order.
+
+    ``model_parameters`` is what users pass to `initialize`: parameters, or param-group dicts, or None for every
+    trainable parameter in one group. ``groups`` keeps the options of each group without its parameters.
+
+    Raises EngineError for a parameter in two groups and for one that the model does not hold.
+    """
+
+    def __init__(
+        self, model: nn.Module, model_parameters: Iterable[Any] | None = None, blocks: Iterable[nn.Module] = ()
+    ) -> None:
+        first_name: dict[nn.Parameter, str] = {}
+        aliases: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if first_name.setdefault(parameter, name) != name:
+                aliases.setdefault(parameter, []).append(name)
+        block_of = {p: index for index, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
+        self.groups, group_of = _read_groups(first_name, model_parameters)
+        self.infos: list[ParameterInfo] = []
+        self._info_of: dict[nn.Parameter, ParameterInfo] = {}
+        self._current: list[nn.Parameter] = []
+        for index, (parameter, name) in enumerate(first_name.items()):
+            info = ParameterInfo(
+                index=index,
+                name=name,
+                aliases=tuple(aliases.get(parameter, ())),
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                trainable=parameter.requires_grad,
+                block=block_of.get(parameter),
+                group=group_of.get(parameter) if parameter.requires_grad else None,
+            )
+            self.infos.append(info)
+            self._info_of[parameter] = info
+            self._current.append(parameter)
+        self.by_name = {info.name: info for info in self.infos}
+        self.aliases = {alias: info.name for info in self.infos for alias in info.aliases}
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def info(self, parameter: nn.Parameter) -> ParameterInfo | None:
+        """The record of a parameter object, also of one that a transform has replaced since; None for a stranger."""
+        return self._info_of.get(parameter)
+
+    def parameters(self) -> list[tuple[ParameterInfo, nn.Parameter]]:
+        """Records with the parameter objects the model holds now."""
+        return list(zip(self.infos, self._current, strict=True))
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Follow a parameter that a transform has replaced. The old object is still known to `info`."""
+        info = self._info_of[old]
+        self._info_of[new] = info
+        self._current[info.index] = new
+
+
+def _read_groups(
+    names: Mapping[nn.Parameter, str], model_parameters: Iterable[Any] | None
+) -> tuple[list[dict[str, Any]], dict[nn.Parameter, int]]:
+    if model_parameters is None:
+        return [{}], dict.fromkeys(names, 0)
+    entries = list(model_parameters)
+    if not any(isinstance(entry, dict) for entry in entries):
+        entries = [{"params": entries}]
+    groups: list[dict[str, Any]] = []
+    group_of: dict[nn.Parameter, int] = {}
+    for position, entry in enumerate(entries):
+        if not isinstance(entry, dict) or "params" not in entry:
+            raise EngineError(
+                f"model_parameters[{position}] is {type(entry).__name__}; give parameters or param-group dicts with 'params', not a mix"
+            )
+        members = entry["params"]
+        members = [members] if isinstance(members, nn.Parameter) else list(members)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        if not members:
+            continue  # an empty group is dropped, as DeepSpeed does
+        for parameter in members:
+            if parameter not in names:
+                raise EngineError(
+                    f"model_parameters[{position}] holds a parameter of shape {tuple(parameter.shape)} that the model does not; "
+                    "pass parameters of the model given to initialize()"
+                )
+            if parameter in group_of:
+                raise EngineError(
+                    f"parameter {names[parameter]} is in model_parameters groups {group_of[parameter]} and {len(groups)}; keep one"
+                )
+            group_of[parameter] = len(groups)
+        groups.append({key: value for key, value in entry.items() if key != "params"})
+    return groups, group_of

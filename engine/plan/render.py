@@ -1,0 +1,194 @@
+"""The plan as text: a summary for the start of a run, and the full table of values with their origins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engine.plan.estimates import estimate_memory, format_bytes
+from engine.plan.findings import plural
+from engine.plan.plan import Origin, Plan
+from engine.plan.world import describe_world
+
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+
+SHARDED = {
+    0: "nothing is sharded, gradients are all-reduced",
+    1: "optimizer state is sharded",
+    2: "optimizer state and gradients are sharded",
+    3: "optimizer state, gradients and parameters are sharded",
+}
+
+
+def render_plan(plan: Plan) -> str:
+    """The plan for people: one line per subject, then what the model takes, then the notes.
+
+    A value is marked with its origin, [user], [auto] or [derived]; one without a mark is a default.
+    """
+    rows = list(_rows(plan))
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}}  {text}" for label, text in rows]
+    if plan.notes:
+        lines.append(plural(len(plan.notes), "note"))
+        lines += [f"  {note.render()}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def render_values(plan: Plan) -> str:
+    """Every resolved value, one a line: path, value, origin, reason."""
+    rows = [(value.path, _show(value.value), value.origin, value.reason) for value in plan.values]
+    paths = max((len(row[0]) for row in rows), default=0)
+    values = max((len(row[1]) for row in rows), default=0)
+    return "\n".join(f"{path:<{paths}}  {value:<{values}}  {origin:<7}  {reason}".rstrip() for path, value, origin, reason in rows)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    origins = {value.path: value.origin for value in plan.values}
+    yield "world", _world(plan)
+    yield "mesh", _mesh(plan)
+    yield from _batch(plan, origins)
+    yield from _precision(plan, origins)
+    yield from _zero(plan, origins)
+    yield from _optimizer(plan, origins)
+    yield "schedule", _schedule(plan, origins)
+    clipping = f"global norm {_show(plan.gradient_clipping)}" if plan.gradient_clipping else "off"
+    yield "clipping", clipping + _mark(origins, "gradient_clipping")
+    yield "run", _run(plan, origins)
+    yield "monitors", ", ".join(name for name in MONITORS if getattr(plan.config, name).enabled) or "none"
+    yield from _memory(plan)
+
+
+def _world(plan: Plan) -> str:
+    world = plan.world
+    nodes = f", {world.local_size} per node" if world.local_size != world.size else ""
+    return f"{describe_world(world)} on {world.device}{nodes}"
+
+
+def _mesh(plan: Plan) -> str:
+    degrees = plan.degrees
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+    used = [f"{axis} {getattr(degrees, axis)}" for axis in axes if getattr(degrees, axis) > 1]
+    return " x ".join(used) or "one rank"
+
+
+def _batch(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    batch = plan.batch
+    yield (
+        "batch",
+        f"{plural(batch.global_batch_size, 'sample')}{_mark(origins, 'train_batch_size')} = "
+        f"{batch.micro_batch_size} micro{_mark(origins, 'train_micro_batch_size_per_gpu')} x "
+        f"{batch.accumulation_steps} accumulation{_mark(origins, 'gradient_accumulation_steps')} x {plan.degrees.dp} dp",
+    )
+
+
+def _precision(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    precision = plan.precision
+    compute = f"{precision.compute}, autocast to {precision.autocast}" if precision.autocast else precision.compute
+    masters = ", fp32 masters" if precision.compute != "fp32" else ""
+    overflow = "" if precision.check_overflow else "; non-finite gradients are applied"
+    yield "precision", f"{compute}{masters}{overflow}"
+    yield (
+        "gradients",
+        f"accumulated in {precision.accumulate}{_mark(origins, 'data_types.grad_accum_dtype')}, "
+        f"reduced in {precision.reduce}{_mark(origins, 'communication_data_type')} to their {plan.zero.reduce_op}"
+        + (f", divided by {plan.zero.predivide_factor:g} beforehand" if plan.zero.predivide_factor != 1 else ""),
+    )
+    scale = precision.loss_scale
+    if scale.dynamic:
+        consecutive = "consecutive " if scale.consecutive_hysteresis else ""
+        yield (
+            "loss scale",
+            f"dynamic from {scale.initial:.0f}, doubled after {scale.window_steps} clean steps, "
+            f"{consecutive}hysteresis {scale.hysteresis}, at least {scale.minimum:g}",
+        )
+    elif scale.static != 1.0:
+        yield "loss scale", f"fixed at {scale.static:g}{_mark(origins, 'fp16.loss_scale')}"
+
+
+def _zero(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    zero = plan.zero
+    over = f" over {plural(plan.degrees.dp_shard, 'rank')}" if zero.stage else ""
+    replicas = f" in {plan.degrees.dp_replicate} replicas" if zero.stage and plan.degrees.dp_replicate > 1 else ""
+    yield "zero", f"stage {zero.stage}{_mark(origins, 'zero_optimization.stage')}: {SHARDED[zero.stage]}{over}{replicas}"
+    if zero.stage < 3:
+        mark = _mark(origins, "zero_optimization.reduce_bucket_size")
+        yield "", f"gradients travel in buckets of {zero.bucket_elements} elements{mark}"
+        return
+    mark = _mark(origins, "zero_optimization.prefetch_bucket_size")
+    yield "", f"blocks are gathered in groups of {zero.group_elements} elements{mark}"
+    if zero.reshard_after_forward is not True:
+        yield "", f"after forward, parameters stay sharded over {zero.reshard_after_forward} ranks"
+
+
+def _optimizer(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    optimizer = plan.optimizer
+    if optimizer is None:
+        yield "optimizer", "none in the config: passed to initialize()"
+        return
+    groups = {key: value for key, value in optimizer.params.items() if isinstance(value, dict)}
+    if optimizer.type == "Muon" and groups:
+        for index, (name, params) in enumerate(groups.items()):
+            label, head = ("optimizer", "Muon") if index == 0 else ("", "    ")
+            yield label, f"{head} {name}: {_params(params, {}, '')}"
+        return
+    params = _params(optimizer.params, origins, "optimizer.params.")
+    yield "optimizer", f"{optimizer.type}{': ' if params else ''}{params}"
+
+
+def _schedule(plan: Plan, origins: Mapping[str, Origin]) -> str:
+    schedule = plan.schedule
+    if schedule is None:
+        return "none: the learning rate is constant, or follows the scheduler passed to initialize()"
+    params = {key: "the optimizer's lr" if value is None and key == "warmup_max_lr" else value
+              for key, value in schedule.params.items()}  # fmt: skip
+    text = _params(params, origins, "scheduler.params.")
+    return f"{schedule.type}{': ' if text else ''}{text}"
+
+
+def _run(plan: Plan, origins: Mapping[str, Origin]) -> str:
+    training = plan.config.training
+    parts = [f"seed {plan.seed}{_mark(origins, 'seed')}"]
+    if training.steps is not None:
+        parts.insert(0, plural(training.steps, "step"))
+    elif training.num_epochs is not None:
+        parts.insert(0, f"{training.num_epochs:g} epochs")
+    return ", ".join(parts)
+
+
+def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    facts = plan.facts
+    if facts is None:
+        return
+    trainable = facts.num_trainable_parameters
+    frozen = "" if trainable == facts.num_parameters else f", {trainable:,} of them trainable"
+    blocks = f", {len(facts.blocks)} blocks" if facts.blocks else ""
+    yield "model", f"{facts.num_parameters:,} parameters{frozen}{blocks}"
+    estimate = estimate_memory(plan, facts)
+    optimizer = "unknown" if estimate.optimizer_bytes is None else format_bytes(estimate.optimizer_bytes)
+    gathered = f", {format_bytes(estimate.gathered_bytes)} gathered blocks" if estimate.gathered_bytes else ""
+    total = "" if estimate.total_bytes is None else f"{format_bytes(estimate.total_bytes)} = "
+    yield (
+        "memory",
+        f"per rank {total}{format_bytes(estimate.parameter_bytes)} parameters, "
+        f"{format_bytes(estimate.gradient_bytes)} gradients, {optimizer} optimizer state{gathered}; activations come on top",
+    )
+
+
+def _params(params: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str) -> str:
+    return ", ".join(f"{key} {_show(value)}{_mark(origins, prefix + key)}" for key, value in params.items() if value is not None)
+
+
+def _mark(origins: Mapping[str, Origin], path: str) -> str:
+    origin = origins.get(path, "default")
+    return "" if origin == "default" else f" [{origin}]"
+
+
+def _show(value: Any) -> str:
+    """A value as JSON would spell it; tuples as lists."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_show(item) for item in value) + "]"
+    return str(value)

@@ -1,0 +1,139 @@
+"""The learning-rate schedule a config means: its canonical name and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine.config.suggest import nearest
+from engine.plan.plan import OptimizerPlan, SchedulePlan
+from engine.plan.schedule_table import OURS, TORCH, UNUSABLE, ScheduleSpec
+
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.plan.findings import Findings
+
+PATH = "scheduler.type"
+PARAMS = "scheduler.params"
+KNOWN: Mapping[str, ScheduleSpec] = {**OURS, **TORCH}
+TORCH_MODULE = "torch.optim.lr_scheduler."
+
+
+def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: Findings) -> SchedulePlan | None:
+    """None when the JSON names no schedule (the client may bring one) or one that cannot be used here.
+
+    The config has brought known names to their canonical spelling.
+    """
+    section = config.scheduler
+    if section is None:
+        return None
+    if findings.is_auto(PATH):
+        findings.missing(PATH)
+    if section.type is None:
+        return None
+    name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
+    if name in UNUSABLE:
+        repair = "pass lr_scheduler to initialize()"
+        findings.problem(PATH, f"{name} {UNUSABLE[name]}, which JSON cannot hold", found=name, repair=repair)
+        return None
+    if config.optimizer is None:
+        findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
+    spec = KNOWN.get(name)
+    params = {**(spec.defaults if spec else {}), **section.params}
+    _fill_autos(spec, params, config, optimizer, findings)
+    if spec is None:
+        findings.resolved(PATH, name, "a class of your own; its parameters are checked when it is made")
+        return SchedulePlan(name, params)
+    if name in TORCH:
+        _check_names(name, spec, section.params, findings)
+    _fill_required(name, spec, params, config, findings)
+    _check_steps(name, params, findings)
+    _note_length(name, spec, params, config, findings)
+    findings.resolved(PATH, name)
+    told = {resolved.path for resolved in findings.values}
+    for key, value in params.items():
+        if f"{PARAMS}.{key}" not in told:
+            reason = "the optimizer's learning rate" if key == "warmup_max_lr" and value is None else ""
+            findings.resolved(f"{PARAMS}.{key}", value, reason)
+    return SchedulePlan(name, params)
+
+
+def _fill_autos(
+    spec: ScheduleSpec | None,
+    params: dict[str, Any],
+    config: Config,
+    optimizer: OptimizerPlan | None,
+    findings: Findings,
+) -> None:
+    """Every "auto" replaced: lengths by training.steps, the peak by the optimizer's learning rate."""
+    steps = config.training.steps
+    peak = optimizer.params.get("lr") if optimizer is not None else None
+    for path in sorted(config.autos):
+        if not path.startswith(PARAMS + "."):
+            continue
+        key = path.removeprefix(PARAMS + ".")
+        if spec is not None and key in spec.lengths and steps is not None:
+            params[key] = findings.resolved(path, steps, "training.steps", "auto")
+        elif key == "warmup_min_lr":
+            params[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
+        elif key == "warmup_max_lr" and peak is not None:
+            params[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
+        else:
+            findings.missing(path)
+
+
+def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:
+    for key, value in given.items():
+        if key not in spec.names:
+            close = nearest(key, spec.names)
+            findings.problem(
+                f"{PARAMS}.{key}",
+                f"{name} has no parameter {key!r}",
+                found=value,
+                allowed=", ".join(spec.names),
+                repair=f"did you mean {close}?" if close else "",
+            )
+
+
+def _fill_required(
+    name: str, spec: ScheduleSpec, params: dict[str, Any], config: Config, findings: Findings
+) -> None:
+    """A length that is left out is the run's own, where that is known."""
+    steps = config.training.steps
+    for key in spec.required:
+        path = f"{PARAMS}.{key}"
+        if key in params or path in findings.needs_values:
+            continue
+        if key in spec.lengths and steps is not None:
+            params[key] = findings.resolved(path, steps, "training.steps", "derived")
+        else:
+            findings.problem(path, f"{name} needs {key}", repair=f'add "{key}" to {PARAMS}')
+
+
+def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> None:
+    """Sizes that a schedule divides by."""
+    for key in ("lr_range_test_step_size", "cycle_first_step_size"):
+        value = params.get(key, 1)
+        if not isinstance(value, int) or value < 1:
+            findings.problem(f"{PARAMS}.{key}", f"{name} cycles over {value} steps", found=value, allowed="an integer >= 1")
+
+
+def _note_length(
+    name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings
+) -> None:
+    """Lengths that do not fit together are legal, and rarely meant."""
+    warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    if warmup is not None and total is not None and warmup > total:
+        findings.note(
+            f"{PARAMS}.warmup_num_steps",
+            f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to its "
+            "end in one step when the warm-up is over",
+        )
+    steps = config.training.steps
+    for key in spec.lengths:
+        length = params.get(key)
+        if steps is not None and isinstance(length, int) and length < steps:
+            findings.note(
+                f"{PARAMS}.{key}",
+                f"{name} ends after {length} of the {steps} training steps: the last {steps - length} run at its end value",
+            )

@@ -1,0 +1,143 @@
+"""The public API of an Engine that only reads or delegates, apart from the step (engine/engine.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from engine.checkpoint.folder import default_tag
+from engine.checkpoint.tree import StateTree
+from engine.contracts import StepReport
+from engine.mesh import Mesh
+from engine.optim.optimizer import EngineOptimizer
+from engine.plan import Plan
+from engine.watch import WatcherList
+
+if TYPE_CHECKING:
+    from engine.engine import Roles
+
+
+class Surface:
+    """What `Engine` is made of, and how to ask it. Unknown attributes are the model's own."""
+
+    module: nn.Module
+    plan: Plan
+    mesh: Mesh
+    roles: Roles
+    watchers: WatcherList
+    optimizer: EngineOptimizer | None
+    last_report: StepReport | None
+    global_steps: int
+    _accumulation_steps: int
+    _stop_signal: int
+    _state: StateTree
+    _on_destroy: Callable[[], None]
+
+    def _forget_window(self) -> None:
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group; answers before the first step too."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else [0.0]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The global L2 norm of the last applied step's gradients, before clipping; None before the first."""
+        return self.last_report.grad_norm if self.last_report else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary updated the model (it does not when a gradient is not finite)."""
+        return self.last_report is not None and self.last_report.applied
+
+    @property
+    def loss_scale(self) -> float:
+        return self.roles.precision.scale
+
+    def train_batch_size(self) -> int:
+        """Samples in an optimizer step, over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self._accumulation_steps * self.mesh.dp_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.plan.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation_steps
+
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the window."""
+        self.roles.reduction.zero_gradients()
+
+    # --- state, requests, end ----------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
+
+        Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
+        """
+        tag = tag or default_tag(self.global_steps)
+        self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        override_batch: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` wrote, under this or any other layout. Returns ``(path, client_state)``.
+
+        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and so
+        does one trained with another global batch unless ``override_batch``.
+        """
+        result = self._state.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            lr_scheduler=load_lr_scheduler_states and not load_module_only,
+            run=not load_module_only,
+            override_batch=override_batch,
+        )
+        if result[0] is not None:
+            self.roles.reduction.publish()
+            self._forget_window()
+        return result
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Scalars of your own, ``(name, value, global samples)``, to every monitor that is on."""
+        self.watchers.write_events(events)
+
+    def request_stop(self, signal_number: int) -> None:
+        """Ask all ranks to stop; `stop_requested` holds the signal on every rank after the step that agreed on it."""
+        self._stop_signal = signal_number
+
+    def destroy(self) -> None:
+        """Let go of hooks, watchers and the process group that `initialize` made."""
+        self.roles.reduction.close()
+        self.watchers.close()
+        self._on_destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)

@@ -1,0 +1,45 @@
+"""The only place for private torch names, each with the reason and what would make it go. Right for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+# The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
+# (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_div = torch._foreach_div
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sign_ = torch._foreach_sign_
+foreach_sqrt_ = torch._foreach_sqrt_
+
+
+def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` divides the gradients by ``optimizer.grad_scale`` inside its own kernel.
+
+    The mark that torch.amp.GradScaler looks for on fused optimizers; goes when torch documents one.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of nested dicts, lists and tuples, Hugging Face outputs included.
+
+    torch.utils._pytree is what FSDP2 and the pipeline use; goes when torch has a public one.
+    """
+    return _pytree.tree_leaves(tree)
+
+
+def tree_map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor replaced by ``function(tensor)``."""
+    return _pytree.tree_map_only(Tensor, function, tree)

@@ -1,0 +1,53 @@
+"""Is the run still training? Skipped steps are told, and hopeless runs ended, by one rule on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from engine.contracts import Precision, RunFailed, StepReport
+
+log = logging.getLogger("engine")
+
+MAX_CONSECUTIVE_SKIPS = 20
+
+
+class Health:
+    """Every rank has one and sees the same reports, so that all end together. Only rank 0 logs."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._consecutive_skips = 0
+
+    def check(self, report: StepReport, precision: Precision) -> None:
+        """Warn of a skipped step (the first five in a row, then every fifth).
+
+        Raises RunFailed for a loss that is not finite at the first step, an overflow at the smallest loss scale, and
+        20 skipped steps in a row.
+        """
+        where = ""
+        if report.first_nonfinite is not None:
+            rank, parameter = report.first_nonfinite
+            where = f" (first in {parameter} on rank {rank})"
+        if report.step == 1 and report.loss is not None and not math.isfinite(report.loss):
+            raise RunFailed(
+                f"step 1: the loss is {report.loss}{where}, so nothing can be learned from it; check the data and the "
+                "initial weights"
+            )
+        if report.applied:
+            self._consecutive_skips = 0
+            return
+        self._consecutive_skips += 1
+        if self._rank == 0 and (self._consecutive_skips <= 5 or self._consecutive_skips % 5 == 0):
+            scaling = f"; loss scale {report.loss_scale:g} -> {precision.scale:g}" if report.loss_scale != 1.0 else ""
+            log.warning("step %d skipped: a gradient is not finite%s%s", report.step, where, scaling)
+        if precision.exhausted:
+            raise RunFailed(
+                f"step {report.step}: a gradient is not finite{where} at the smallest loss scale, {report.loss_scale:g} "
+                "(fp16.min_loss_scale); the model diverges, or fp16 is too narrow for it: try bf16"
+            )
+        if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+            raise RunFailed(
+                f"step {report.step}: {MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, each for a gradient that is not "
+                f"finite{where}; the model diverges"
+            )

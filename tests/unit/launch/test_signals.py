@@ -1,0 +1,36 @@
+"""The stop request inside one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.launch.signals import StopRequest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_first_signal_is_noted_and_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        assert (stop.signal, stop.exit_code) == (None, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.signal, stop.exit_code) == (signal.SIGTERM, 143)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_second_signal_exits_at_once() -> None:
+    script = """
+import os, signal
+from engine.launch.signals import StopRequest
+with StopRequest():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("never", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (130, "still here\n")
