@@ -61,7 +61,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "fp16.fp16_master_weights_and_grads": lambda config: config.fp16.fp16_master_weights_and_grads,
     "bf16.bf16_master_weights_and_grads": lambda config: config.bf16.bf16_master_weights_and_grads,
     "bf16.bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
-    "sparse_gradients": lambda config: config.sparse_gradients,
     "zero_optimization.offload_optimizer.device": lambda config: _offloads(config.zero_optimization.offload_optimizer),
     "zero_optimization.offload_param.device": lambda config: _offloads(config.zero_optimization.offload_param),
     "zero_optimization.zenflow": lambda config: config.zero_optimization.zenflow is not None,

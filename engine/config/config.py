@@ -65,16 +65,6 @@ class Config(Section):
     """One training configuration. Made by `engine.config.load_config`; equal to its JSON one to one."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
-    free_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "nebula",
-            "datastates_ckpt",
-            "autotuning",
-            "eigenvalue",
-            "weight_quantization",
-            "hybrid_engine",
-        }
-    )
 
     # batch
     train_batch_size: int | None = Field(None, ge=1, description="Samples per optimizer step, over all ranks.")

@@ -57,7 +57,8 @@ def _word(member: Any) -> str:
         return _NAMES[member]
     origin = get_origin(member)
     if origin is Literal:
-        return " or ".join(show(value) for value in get_args(member))
+        *first, last = (show(value) for value in get_args(member))
+        return f"{', '.join(first)} or {last}" if first else last
     if origin is list:
         inner = members(get_args(member)[0])
         return "a list of " + " or ".join(_PLURALS.get(part, "values" if part is Any else "objects") for part in inner)

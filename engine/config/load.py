@@ -69,9 +69,9 @@ def examine(
         return Examination(None, _sorted(problems), tuple(translation.notes))
     tree = translation.tree
     strict = tree.get("strict", True)
-    supply, wrong = plain(auto or {})
-    problems += wrong
-    walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply, document.places))
+    supply = plain(auto or {})
+    problems += supply.problems
+    walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply.value, document.places))
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems
     config, wrong = validate(typed, document.places)
@@ -119,8 +119,7 @@ def _open(source: Source) -> Document:
         places = copy.deepcopy(provenance.places)
         return Document(copy.deepcopy(provenance.raw) or source.model_dump(mode="json"), places)
     if isinstance(source, Mapping):
-        tree, problems = plain(source)
-        return Document(tree, Places(), problems)
+        return plain(source)
     if isinstance(source, str | os.PathLike):
         return _open_file(os.fspath(source))
     return _refused(None, f"a config is a path, a dict or a Config, not {type(source).__name__}", "source")
@@ -209,9 +208,9 @@ def _set(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[str, Any, str]]:
     if isinstance(overrides, Mapping):
-        tree, wrong = plain(dict(overrides))
-        problems += wrong
-        for path, value in tree.items():
+        given = plain(dict(overrides))
+        problems += given.problems
+        for path, value in given.value.items():
             yield path, value, f"{path}={show(value)}"
         return
     for argument in [overrides] if isinstance(overrides, str) else overrides:

@@ -26,7 +26,9 @@ def join_path(path: Path) -> str:
 
 def step(tree: Any, part: str | int) -> Any:
     """The value at one step of a path; raises LookupError where there is none."""
-    if isinstance(tree, dict) or (isinstance(tree, list) and isinstance(part, int) and part >= 0):
+    if isinstance(tree, dict):
+        return tree[part]
+    if isinstance(tree, list) and isinstance(part, int) and part >= 0:
         return tree[part]
     raise LookupError(part)
 

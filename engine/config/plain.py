@@ -8,80 +8,81 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.config.messages import Problem
-from engine.config.places import Path, join_path
+from engine.config.places import Path, Places, join_path
+from engine.config.reader import MAX_DEPTH, MAX_DIGITS, Document
 
-MAX_DEPTH = 64
+_REFUSED: Any = object()
 
 
-def plain(source: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A deep copy made of dict, list, str, int, float, bool and None, and what could not be made so.
+def plain(source: Mapping[Any, Any]) -> Document:
+    """A deep copy made of dict, list, str, int, float, bool and None; what cannot be made so is a problem.
 
-    Tuples become lists, enum members their values, paths text, NumPy scalars numbers.
+    Tuples and sets become lists, enum members their values, paths text,
+    NumPy scalars numbers, dtypes of torch their names.
     """
-    problems: list[Problem] = []
+    converter = _Converter()
+    document = converter.document
+    document.value = converter.mapping(source, ())
+    return document
 
-    def convert(value: Any, path: Path) -> Any:
-        if len(path) > MAX_DEPTH:
-            problems.append(
-                Problem(join_path(path[:3]), f"is nested more than {MAX_DEPTH} deep, or holds itself", "too_deep")
-            )
-            return None
-        if value is None or isinstance(value, bool | str):
-            return value
-        if isinstance(value, enum.Enum):
-            return convert(value.value, path)
-        if isinstance(value, int):
-            return _integer(int(value), path, problems)
-        if isinstance(value, float):
-            return _number(float(value), path, problems)
-        if isinstance(value, Mapping):
-            return mapping(value, path)
-        if isinstance(value, list | tuple):
-            return [convert(item, (*path, index)) for index, item in enumerate(value)]
-        if isinstance(value, set | frozenset):
-            return [convert(item, (*path, index)) for index, item in enumerate(sorted(value, key=repr))]
-        if isinstance(value, os.PathLike):
-            return os.fsdecode(os.fspath(value))
-        item = getattr(value, "item", None)
-        if callable(item) and getattr(value, "shape", None) == ():
-            return convert(item(), path)
-        name = str(value)
-        if name.startswith("torch."):
-            return name
-        problems.append(
-            Problem(
-                join_path(path),
-                f"a {type(value).__name__} is not a JSON value",
-                "type",
-                found=repr(value)[:60],
-                allowed="text, a number, true, false, null, a list or an object",
-            )
-        )
-        return None
 
-    def mapping(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+class _Converter:
+    def __init__(self) -> None:
+        self.document = Document(places=Places())
+
+    def refuse(self, path: Path, message: str, code: str, value: Any = None, allowed: str = "") -> Any:
+        found = None if value is None else repr(value)[:60]
+        self.document.problems.append(Problem(join_path(path), message, code, found=found, allowed=allowed))
+        self.document.broken.add(path)
+        return _REFUSED
+
+    def mapping(self, value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, item in value.items():
-            if isinstance(key, str):
-                result[key] = convert(item, (*path, key))
-            else:
-                problems.append(Problem(join_path(path), f"the key {key!r} is not text", "type", found=repr(key)[:60]))
+            if not isinstance(key, str):
+                self.refuse(path, f"the key {key!r} is not text", "type", key)
+                continue
+            converted = self.convert(item, (*path, key))
+            if converted is not _REFUSED:
+                result[key] = converted
         return result
 
-    return mapping(source, ()), problems
+    def sequence(self, value: Any, path: Path) -> Any:
+        result = [self.convert(item, (*path, index)) for index, item in enumerate(value)]
+        return _REFUSED if any(item is _REFUSED for item in result) else result
 
+    def convert(self, value: Any, path: Path) -> Any:
+        if len(path) > MAX_DEPTH:
+            return self.refuse(path[:3], f"is nested more than {MAX_DEPTH} deep, or holds itself", "too_deep")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, enum.Enum):
+            return self.convert(value.value, path)
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, int):
+            if abs(value) < 10**MAX_DIGITS:
+                return int(value)
+            return self.refuse(path, f"is a number of more than {MAX_DIGITS} digits", "too_long")
+        if isinstance(value, float):
+            if value == value and (abs(value) != float("inf") or path == ("steps_per_print",)):
+                return float(value)
+            return self.refuse(path, f"{value} is not a finite number", "not_finite", value)
+        return self.container(value, path)
 
-def _integer(value: int, path: Path, problems: list[Problem]) -> int | None:
-    if abs(value) < 10**64:
-        return value
-    problems.append(
-        Problem(join_path(path), "is a number of more than 64 digits", "too_long", allowed="at most 64 digits")
-    )
-    return None
-
-
-def _number(value: float, path: Path, problems: list[Problem]) -> float | None:
-    if value == value and (abs(value) != float("inf") or path == ("steps_per_print",)):
-        return value
-    problems.append(Problem(join_path(path), f"{value} is not a finite number", "not_finite", found=repr(value)))
-    return None
+    def container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            return self.mapping(value, path)
+        if isinstance(value, list | tuple):
+            return self.sequence(value, path)
+        if isinstance(value, set | frozenset):
+            return self.sequence(sorted(value, key=repr), path)
+        if isinstance(value, os.PathLike):
+            return os.fsdecode(os.fspath(value))
+        if callable(getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+            return self.convert(value.item(), path)
+        if type(value).__module__ == "torch" and str(value).startswith("torch."):
+            return str(value)
+        kind = type(value).__name__
+        allowed = "text, a number, true, false, null, a list or an object"
+        return self.refuse(path, f"a {kind} is not a JSON value", "type", value, allowed)

@@ -1,4 +1,7 @@
-"""Notes about keys that are right and yet do not do what one may think."""
+"""Notes about keys that are right and yet do not do what one may think, in any run.
+
+What depends on the stage, the precision or the world is the plan's to say.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,7 @@ _SERVICES = {
     "hybrid_engine": "DeepSpeed's engine for generation inside training",
 }
 _WITHOUT_EFFECT = {
-    "disable_allgather": "DeepSpeed does not read it either",
-    "graph_harvesting": "CUDA graphs of DeepSpeed's bf16 optimizer",
-    "zero_allow_untested_optimizer": "every optimizer may be sharded here",
-    "zero_force_ds_cpu_optimizer": "there is one CPU optimizer here",
     "optimizer.legacy_fusion": "an old fused step of DeepSpeed's",
-    "zero_optimization.allgather_partitions": "DeepSpeed does not read it either",
-    "zero_optimization.legacy_stage1": "removed from DeepSpeed",
     "pipeline.seed_layers": "DeepSpeed does not read it from the JSON either",
     "tensor_parallel.dtype": "the dtype of the model counts",
     "data_efficiency.enabled": "only the switches inside the section count, as in DeepSpeed",

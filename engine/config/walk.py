@@ -18,15 +18,9 @@ from engine.config.fields import allowed, choices, members, section_of
 from engine.config.messages import Note, Problem, show
 from engine.config.places import Path, Places, join_path
 from engine.config.reader import placeholder
+from engine.config.sections.arguments import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, TORCH_SCHEDULERS, argument_type
 from engine.config.sections.base import Section
-from engine.config.sections.optimizer import (
-    OPTIMIZER_PARAMS,
-    SCHEDULER_PARAMS,
-    TORCH_SCHEDULERS,
-    OptimizerSection,
-    SchedulerSection,
-    params_type,
-)
+from engine.config.sections.optimizer import OptimizerSection, SchedulerSection
 from engine.config.suggest import MEANT, nearest, repair_for
 
 _PARAMS = {"params"}
@@ -145,20 +139,19 @@ class Walk:
             return
         if not isinstance(params, dict):
             return
-        names = None if known is None else (*known, *(("last_batch_iteration",) if what == "schedule" else ()))
         result: dict[str, Any] = {}
         for key, value in params.items():
             here = (*path, "params", key)
             if is_comment(key):
                 continue
-            if (names is not None and key not in names) or (what == "optimizer" and key == "max_grad_norm"):
-                self.unknown_param(here, value, names or (), data.get("type"))
+            if (known is not None and key not in known) or (what == "optimizer" and key == "max_grad_norm"):
+                self.unknown_param(here, value, known or (), data.get("type"))
                 continue
             if isinstance(value, str) and value.strip() == "auto":
                 value = self.auto(here)
                 if value is _REMOVED:
                     continue
-            kind = params_type(key)
+            kind = argument_type(key)
             if kind is not None:
                 value = self.scalar(value, kind, here, "")
             elif isinstance(value, list):
@@ -169,8 +162,7 @@ class Walk:
     def canonical_type(
         self, data: dict[str, Any], table: dict[str, tuple[str, ...]], what: str, path: Path
     ) -> tuple[str, ...] | None:
-        """Bring a type's name to its canonical capitals; the names of its arguments, or None where they are not
-        known."""
+        """Bring a type's name to its canonical capitals. The names of its arguments, None where they are not known."""
         name = data.get("type")
         if not isinstance(name, str) or not name:
             return None
@@ -195,8 +187,6 @@ class Walk:
             allowed=names,
             repair=repair,
         )
-        data.pop("type")
-        data["type"] = "unknown.type"
         return None
 
     def unknown_param(self, path: Path, value: Any, names: tuple[str, ...], owner: Any) -> None:

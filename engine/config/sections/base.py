@@ -33,12 +33,17 @@ class Section(BaseModel):
     shorthand: ClassVar[str] = ""
     """The key that a bare value in place of the section most likely means, for the repair."""
 
-    free_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys whose object is the user's own: its contents are not looked into."""
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """What `faults` demands and JSON Schema can say; goes into the schema's ``allOf``."""
 
     def faults(self) -> Iterator[Fault]:
         """Contradictions between keys of this section."""
         yield from ()
+
+
+def when(key: str, value: Any, **then: Any) -> dict[str, Any]:
+    """The JSON Schema rule "if ``key`` is ``value``, then ..."."""
+    return {"if": {"properties": {key: {"const": value}}, "required": [key]}, "then": then}
 
 
 def nested(section: type[Section], description: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Fault, Section
+from engine.config.sections.base import Fault, Section, when
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 _REQUIRED = {
@@ -49,11 +49,40 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
             )
 
 
+_PRESENT: dict[str, Any] = {"not": {"type": "null"}}
+_SCHEDULE_RULES: tuple[dict[str, Any], ...] = (
+    {
+        "required": ["min_difficulty", "max_difficulty", "schedule_type"],
+        "properties": dict.fromkeys(("min_difficulty", "max_difficulty", "schedule_type"), _PRESENT),
+    },
+    *(
+        when(
+            "schedule_type",
+            name,
+            required=["schedule_config"],
+            properties={
+                "schedule_config": {
+                    "type": "object",
+                    "required": list(keys),
+                    "properties": dict.fromkeys(keys, _PRESENT),
+                }
+            },
+        )
+        for name, keys in _REQUIRED.items()
+        if keys
+    ),
+)
+
+
 class CurriculumLearningSection(Section):
     """From easy to hard: DeepSpeed's older form, by sequence length."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
+
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when("enabled", True, properties={"curriculum_type": {"const": "seqlen"}}, allOf=list(_SCHEDULE_RULES)),
+    )
 
     enabled: bool = Field(False, description="Use the curriculum.")
     curriculum_type: str = Field("seqlen", description='"seqlen": sequences are cut to the difficulty.')
@@ -98,6 +127,18 @@ class SamplingCurriculumSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
 
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when(
+            "enabled",
+            True,
+            required=["data_cluster_path", "curriculum_metrics"],
+            properties={
+                "data_cluster_path": {"type": "string", "minLength": 1},
+                "curriculum_metrics": {"minProperties": 1, "additionalProperties": {"allOf": list(_SCHEDULE_RULES)}},
+            },
+        ),
+    )
+
     enabled: bool = Field(False, description="Use the curriculum.")
     data_cluster_path: str | None = Field(None, description="Folder for the clusters of samples.")
     curriculum_metrics: dict[str, CurriculumMetricSection] = Field({}, description="One object per metric.")
@@ -119,6 +160,10 @@ class DynamicBatchingSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
+
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when("enabled", True, required=["max_tokens"], properties={"max_tokens": _PRESENT}),
+    )
 
     enabled: bool = Field(False, description="Vary the batch size.")
     metrics_path: str | None = Field(None, description="File of sequence lengths.")
@@ -185,6 +230,14 @@ class RandomLtdSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
+
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when(
+            "enabled",
+            True,
+            properties={"layer_token_lr_schedule": {"properties": {"enabled": {"const": False}}}},
+        ),
+    )
 
     enabled: bool = Field(False, description="Drop tokens.")
     total_layer_num: int | None = Field(None, ge=1, description="Layers of the model.")

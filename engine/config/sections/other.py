@@ -74,6 +74,15 @@ class ElasticitySection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
 
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "properties": {
+                "version": {"enum": [0.1, 0.2]},
+                "micro_batch_sizes": {"minItems": 1, "items": {"minimum": 1}},
+            }
+        },
+    )
+
     enabled: bool = Field(False, description="Choose batch sizes that suit many world sizes.")
     max_train_batch_size: int = Field(2000, ge=1, description="Samples per step at most.")
     micro_batch_sizes: list[int] = Field([2, 4, 6], description="Micro-batch sizes that fit into memory.")
@@ -105,17 +114,6 @@ class CompressionTrainingSection(Section):
     """Quantization and pruning while training; each technique has settings of its own."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
-    free_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-            "layer_reduction",
-        }
-    )
 
     weight_quantization: dict[str, Any] | None = Field(None, description="Low-bit weights.")
     activation_quantization: dict[str, Any] | None = Field(None, description="Low-bit activations.")

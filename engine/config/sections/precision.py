@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from engine.config.sections.base import Fault, Section
+from engine.config.sections.base import Fault, Section, when
 
 DtypeName = Literal["fp32", "fp16", "bf16"]
 
@@ -14,6 +14,15 @@ class Fp16Section(Section):
     """Half precision with loss scaling."""
 
     shorthand: ClassVar[str] = "enabled"
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "if": {
+                "properties": {"enabled": {"const": True}, "loss_scale": {"const": 0}},
+                "required": ["enabled"],
+            },
+            "then": {"properties": {"loss_scale_window": {"minimum": 1}, "min_loss_scale": {"exclusiveMinimum": 0}}},
+        },
+    )
 
     enabled: bool = Field(False, description="Parameters and activations in fp16, masters in fp32.")
     auto_cast: bool = Field(False, description="Cast floating inputs of forward to fp16.")
@@ -48,6 +57,14 @@ class Bf16Section(Section):
     """bfloat16 compute, without loss scaling."""
 
     shorthand: ClassVar[str] = "enabled"
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when(
+            "bf16_optimizer_states",
+            True,
+            required=["bf16_master_weights_and_grads"],
+            properties={"bf16_master_weights_and_grads": {"const": True}},
+        ),
+    )
 
     enabled: bool = Field(False, description="Parameters and activations in bf16, masters in fp32.")
     immediate_grad_update: bool = Field(False, description="Accumulate gradients as soon as each one is ready.")

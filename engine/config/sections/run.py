@@ -11,7 +11,6 @@ class ModelSection(Section):
     """What to build."""
 
     shorthand: ClassVar[str] = "target"
-    free_keys: ClassVar[frozenset[str]] = frozenset({"args", "tiny"})
 
     target: str | None = Field(
         None,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Fault, Section
+from engine.config.sections.base import Fault, Section, when
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 NO_LIMIT = 2**63 - 1
@@ -20,6 +20,10 @@ class OffloadParamSection(Section):
     """Where parameters live between uses (stage 3)."""
 
     shorthand: ClassVar[str] = "device"
+
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when("device", "nvme", required=["nvme_path"], properties={"nvme_path": {"type": "string", "minLength": 1}}),
+    )
 
     device: OffloadDevice = Field("none", description="Where parameters are kept.")
     nvme_path: str | None = Field(None, description='Folder on a fast disk, for device "nvme".')
@@ -36,6 +40,10 @@ class OffloadOptimizerSection(Section):
     """Where masters and optimizer state live, and where the update runs."""
 
     shorthand: ClassVar[str] = "device"
+
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when("device", "nvme", required=["nvme_path"], properties={"nvme_path": {"type": "string", "minLength": 1}}),
+    )
 
     device: OffloadDevice = Field("none", description="Where masters and moments are kept.")
     nvme_path: str | None = Field(None, description='Folder on a fast disk, for device "nvme".')
@@ -79,7 +87,15 @@ class ZeroSection(Section):
     """Sharding of optimizer state (1), gradients (2) and parameters (3) over the data-parallel ranks."""
 
     shorthand: ClassVar[str] = "stage"
-    free_keys: ClassVar[frozenset[str]] = frozenset({"zeropp_loco_param"})
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "properties": {
+                "legacy_stage1": {"const": False},
+                "mics_shard_size": {"minimum": -1, "not": {"const": 0}},
+                "zeropp_loco_param": {"propertyNames": {"enum": ["err_beta", "reset_T"]}},
+            }
+        },
+    )
 
     stage: int = Field(
         0, ge=0, le=3, description="0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."
