@@ -34,12 +34,12 @@ class DistributedLoader(Iterable[Any]):
     rewind: the next one is the next epoch.
 
     **Iterable datasets** (no ``__getitem__``) must yield the same samples on every rank: do not shard them yourself;
-    see `RankStream`. Their order is their own: ``shuffle`` does not apply, ``set_epoch`` is called where they have it. At
-    most one worker reads them: each further one would have to read the whole stream again, and a dataset that splits
-    itself by ``get_worker_info()`` would lose samples.
+    see `RankStream`. Their order is their own: ``shuffle`` does not apply, ``set_epoch`` is called where they have it.
+    At most one worker reads them: each further one would have to read the whole stream again, and a dataset that
+    splits itself by ``get_worker_info()`` would lose samples.
 
     **Workers** are started by a fork server, because a forked copy of a process that runs gloo, NCCL or CUDA threads
-    may deadlock. So dataset and ``collate_fn`` must be picklable, and a script needs its ``if __name__ == "__main__"``;
+    may deadlock. So dataset and ``collate_fn`` must be picklable and a script needs ``if __name__ == "__main__":``;
     ``multiprocessing_context`` chooses another start method. In each worker the generators of Python, NumPy and torch
     are seeded by (seed, epoch, position, dp_rank, worker). Nothing here draws from the training process's generators.
 
@@ -212,9 +212,7 @@ class DistributedLoader(Iterable[Any]):
             yield from _start(DataLoader(stream, batch_size=None, collate_fn=_unchanged, **common))
         else:
             indices = self._sample_indices()
-            for batch in _start(
-                DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)
-            ):
+            for batch in _start(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)):
                 yield StreamItem(batch, None)
 
     def _sample_indices(self) -> Iterator[list[int]]:
