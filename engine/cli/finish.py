@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.contracts import StepReport
 from engine.data.sources import bigram_entropy
 from engine.device import peak_memory_bytes
 from engine.watch import Summary
-from engine.watch.summary import write_json
+from engine.watch.metrics_file import last_metrics
+from engine.watch.summary import Counters, write_json
 
 
 def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> None:
@@ -26,9 +28,13 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
     sample = sample_text(model_engine, config.training.sample_length, config.seed) if corpus.is_text else None
     if mesh.rank != 0:
         return
+    done = model_engine
+    counters = Counters(done.global_steps, done.skipped_steps, done.global_samples, done.global_tokens)
     built = summary.build(
         world_size=mesh.world_size,
         config_hash=config.hash(),
+        counters=counters,
+        train_loss=last_train_loss(model_engine.last_report, output),
         bigram_entropy=bigram_entropy(corpus.validation.tokens),
         peak_memory_bytes_per_rank=peaks,
     )
@@ -39,6 +45,14 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
         print(f"a sample of {len(sample)} characters:\n{sample}", flush=True)
 
 
+def last_train_loss(report: StepReport | None, output: Path) -> float | None:
+    """Of the last step; a run that was stopped after its last step and resumed has it only in its metrics."""
+    if report is not None:
+        return report.loss
+    last = last_metrics(output / "metrics.jsonl")
+    return last["loss"] if last is not None else None
+
+
 def final_line(summary: dict[str, Any]) -> str:
     losses = {"train loss": "train_loss", "validation loss": "validation_loss", "bigram entropy": "bigram_entropy"}
     shown = [f"{name} {summary[key]:.4f}" for name, key in losses.items() if summary[key] is not None]
@@ -47,7 +61,7 @@ def final_line(summary: dict[str, Any]) -> str:
 
 
 def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
-    """`length` bytes that the model writes after a line break, as text; None if it has no `generate(ids, num_tokens)`.
+    """`length` characters that the model writes after a line break; None if it has no `generate(ids, num_tokens)`.
 
     All ranks draw the same tokens from a generator of their own, which training never sees.
     """
@@ -58,18 +72,20 @@ def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
     if "num_tokens" not in names:
         return None
     device = model_engine.mesh.device
-    arguments: dict[str, Any] = {"num_tokens": length}
-    if "generator" in names:
-        arguments["generator"] = torch.Generator(device).manual_seed(seed)
-    prompt = torch.tensor([[ord("\n")]], device=device)
+    arguments = {"generator": torch.Generator(device).manual_seed(seed)} if "generator" in names else {}
+    token_ids = torch.tensor([[ord("\n")]], device=device)
+    text = ""
     was_training = model_engine.module.training
     model_engine.module.eval()
     try:
         with torch.no_grad():
-            written = generate(prompt, **arguments)
+            # Several bytes can make one character, so the first round may fall short.
+            while len(text) < length:
+                token_ids = generate(token_ids, num_tokens=length - len(text), **arguments)
+                text = readable(bytes(token % 256 for token in token_ids[0, 1:].tolist()))
     finally:
         model_engine.module.train(was_training)
-    return readable(bytes(token % 256 for token in written[0, prompt.shape[1] :].tolist()))
+    return text[:length]
 
 
 def readable(text: bytes) -> str:

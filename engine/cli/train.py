@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_can_train(config: Config) -> None:
     """What `initialize()` from Python does not need and a run from the command line does."""
     where = config.source or "the config"
-    if config.model.target is None:
+    if config.model is None or config.model.target is None:
         raise EngineError(f'{where}: model.target is missing; it says what to build, e.g. "model.py:GPT"')
     if config.training.steps is None and config.training.num_epochs is None:
         raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
@@ -96,6 +97,9 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
     from engine.launch.signals import end_with_launcher
 
     end_with_launcher()
+    level = options.config.log_level or "warning"
+    logging.basicConfig(format="ptrain: %(message)s")
+    logging.getLogger("engine").setLevel(level.upper())
     with StopRequest() as stop:
         if environment.rank == 0:
             print(plan.render(), flush=True)
@@ -110,11 +114,11 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
     from engine.data.sources import open_text
-    from engine.watch import Summary, build_watchers
-    from engine.watch.summary import write_json
+    from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
     base = Path(config.source).resolve().parent if config.source else Path.cwd()
+    assert config.model is not None
     target = load_target(str(config.model.target), base)
     arguments = bind_arguments(target, config.model.args)
     corpus = open_text(
@@ -125,25 +129,22 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     )
     # Every rank builds the same model.
     torch.manual_seed(config.seed)
-    model_engine, *_ = engine.initialize(
-        model=build_model(target, config.model.args), config=config, training_data=corpus.train
-    )
-    watchers = build_watchers(model_engine.plan, options.output, environment.rank, environment.world_size)
+    model = build_model(target, config.model.args)
+    model_engine, *_ = engine.initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
-    watchers.append(summary)
-    model_engine.watchers = watchers
-    watchers.on_start(model_engine.plan)
+    summary.on_start(model_engine.plan)
+    model_engine.watchers.append(summary)
     if first:
         write_json(options.output / "config.resolved.json", config.resolved())
     try:
         resume(model_engine, options, say=first)
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
-        watchers.close()
+        model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
     finally:
-        watchers.close()
+        model_engine.watchers.close()
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
     model_engine.destroy()
     return code

@@ -49,7 +49,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
         other = total // (factor * dp)
         micro, accumulation = (factor, other) if key == MICRO else (other, factor)
 
-    assert micro is not None and accumulation is not None
+    assert micro is not None
+    assert accumulation is not None
     reason = f"{plural(total, 'sample')} = {micro} micro x {accumulation} accumulation x {dp} dp"
     for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, accumulation)):
         if key in given:
@@ -90,7 +91,7 @@ def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: 
         repairs.append(f"{MICRO} {total // (accumulation * dp)}")
     findings.problem(
         TOTAL,
-        f"{_named(TOTAL, total, findings)} contradicts {_named(MICRO, micro, findings)} x "
+        f"{total} contradicts {_named(MICRO, micro, findings)} x "
         f"{_named(ACCUMULATION, accumulation, findings)} x {ranks} = {product}",
         found=total,
         allowed=_nearest_multiples(total, micro * accumulation * dp),
@@ -110,8 +111,7 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         repair += f", or keep it and set {key} to {closest}"
     findings.problem(
         TOTAL,
-        f"{_named(TOTAL, total, findings)} is not a multiple of {by}{ranks}{product}: "
-        f"{total} = {total // unit} x {unit} + {total % unit}",
+        f"{total} is not a multiple of {by}{ranks}{product}: {total} = {total // unit} x {unit} + {total % unit}",
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,

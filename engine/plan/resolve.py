@@ -52,16 +52,11 @@ def all_problems(findings: Findings) -> list[Problem]:
     """The problems, with one more for all the values that are still "auto"."""
     problems = list(findings.problems)
     if findings.needs_values:
-        paths = ", ".join(findings.needs_values)
-        problems.append(
-            Problem(
-                findings.needs_values[0],
-                f'"auto" must be given a value here: {paths}',
-                code=NEEDS_VALUES,
-                found="auto",
-                repair="write a value, or pass it with --set PATH=VALUE or initialize(auto={...})",
-            )
-        )
+        first, *_ = sorted(findings.needs_values)
+        file, line, column = findings.config.locate(first)
+        message = f'needs a value here in place of "auto": {", ".join(findings.needs_values)}'
+        repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
+        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair))
     return problems
 
 

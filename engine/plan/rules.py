@@ -29,7 +29,7 @@ def check_device(config: Config, world: World, findings: Findings) -> None:
         return
     findings.problem(
         "device",
-        f"the config asks for {wanted}, and this machine has no {wanted} device that torch can use (found: {world.device})",
+        f"the config asks for {wanted}, and torch finds no {wanted} device here, only {world.device}",
         found=wanted,
         allowed=f"{world.device}, auto",
         repair='install a build of torch for the device, or set "device" to "cpu"',
@@ -51,7 +51,7 @@ def check_local_ranks(world: World, findings: Findings) -> None:
 def check_not_built(config: Config, findings: Findings) -> None:
     """Features that are switched on, that DeepSpeed has, and that this engine lacks."""
     for path in config.not_built:
-        findings.problem(path, f"{path} is valid, but not built here", code="not-built", repair="switch it off")
+        findings.problem(path, "is valid, but not built here", code="not-built", repair="switch it off")
 
 
 def check_autos(config: Config, findings: Findings) -> None:

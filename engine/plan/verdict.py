@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from engine.config.messages import Note, Problem
+from engine.config.messages import ConfigError, Note, Problem
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import World
 from engine.plan.resolve import NOT_BUILT, examine
@@ -56,7 +56,7 @@ class Verdict:
 def verdict(config: Config, world: World | None = None, facts: ModelFacts | None = None) -> Verdict:
     """Judges ``config`` for ``world`` (one process by default) without raising."""
     _, findings = examine(config, world or World(), facts)
-    problems = tuple(problem for problem in findings.problems if problem.code != NOT_BUILT)
+    problems = ConfigError(problem for problem in findings.problems if problem.code != NOT_BUILT).problems
     not_built = tuple(problem.path for problem in findings.problems if problem.code == NOT_BUILT)
     needs_values = tuple(findings.needs_values)
     kind: VerdictKind = (
