@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
-from engine.contracts import StepReport
+from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import Plan
 from engine.watch import WatcherList
 
-if TYPE_CHECKING:
-    from engine.engine import Roles
+
+@dataclass
+class Roles:
+    """What takes part in the arithmetic of a step (engine/contracts.py)."""
+
+    reduction: Reduction
+    precision: Precision
+    clipping: Clipping
+    optimizer: EngineOptimizer | None
+    schedule: Schedule
+    curriculum: Curriculum
+    loss_fn: Callable[..., Any] | None = None
 
 
 class Surface:

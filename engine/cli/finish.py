@@ -59,7 +59,10 @@ def last_train_loss(report: StepReport | None, output: Path) -> float | None:
 
 def final_line(summary: dict[str, Any]) -> str:
     losses = {"train loss": "train_loss", "validation loss": "validation_loss", "bigram entropy": "bigram_entropy"}
-    shown = [f"{name} {'not finite' if summary[key] is None else format(summary[key], '.4f')}" for name, key in losses.items()]
+    shown = [
+        f"{name} {'not finite' if summary[key] is None else format(summary[key], '.4f')}"
+        for name, key in losses.items()
+    ]
     speed = f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
     return f"step {summary['steps']}: {' | '.join(shown)} (nats per token) | {speed}"
 

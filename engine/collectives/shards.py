@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.collectives.ledger import Ledger
+from engine.mesh import Mesh
 
 
 class Pending(Protocol):
@@ -59,6 +60,11 @@ class ShardGroup:
         self._global = [] if group is None else dist.get_process_group_ranks(group)
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str, ledger: Ledger) -> ShardGroup:
+        """The group of a mesh axis, or of the ``world``."""
+        return cls(mesh.group(axis), axis, ledger)
+
     def even_bounds(self, numel: int) -> list[int]:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
@@ -93,7 +99,9 @@ class ShardGroup:
         if _even(bounds):
             return _Works([dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)])
         shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
-        return _Works([dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)])
+        return _Works(
+            [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)]
+        )
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum ``flat`` over the ranks, in place."""

@@ -17,8 +17,10 @@ from engine.plan.plan import OptimizerPlan
 
 
 class _Shard(Protocol):
-    info: Any
-    parameter: nn.Parameter
+    @property
+    def info(self) -> Any: ...
+    @property
+    def parameter(self) -> nn.Parameter: ...
 
 
 def shard_groups(
