@@ -258,7 +258,8 @@ class Engine(Surface):
         for _ in range(self._accumulation_steps):
             self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
             self.step()
-        assert self.last_report is not None and self.last_report.loss is not None
+        assert self.last_report is not None
+        assert self.last_report.loss is not None
         return torch.tensor(self.last_report.loss)
 
     @torch.no_grad()
@@ -283,7 +284,7 @@ class Engine(Surface):
         return torch.tensor(agreed["total"] / agreed["count"])
 
     def flush(self, discard: bool = False) -> None:
-        """Close an incomplete window: step on what has been accumulated, or discard it. A complete one is left alone."""
+        """Close an incomplete window: step on what has come together, or discard it. No window, no effect."""
         if self._window.num_losses == 0:
             return
         if discard:
@@ -373,8 +374,8 @@ class Engine(Surface):
         except StopIteration:
             micro_step = self.micro_steps % self._accumulation_steps
             raise EngineError(
-                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of {self._accumulation_steps} on rank "
-                f"{self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
+                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of "
+                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
             ) from None
 
     def _own_batches(self) -> Iterator[Any]:

@@ -97,7 +97,7 @@ class Surface:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
+        """Save all that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
 
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
@@ -117,8 +117,8 @@ class Surface:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what `save_checkpoint` wrote, under this or any other layout. Returns ``(path, client_state)``.
 
-        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and so
-        does one trained with another global batch unless ``override_batch``.
+        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
+        so does one trained with another global batch unless ``override_batch``.
         """
         result = self._state.load(
             load_dir,

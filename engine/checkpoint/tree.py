@@ -220,9 +220,9 @@ class StateTree:
         if saved == now or override:
             return
         raise EngineError(
-            f"{manifest.path} was trained with a global batch of {saved} samples, this run has {now}: the schedule and the "
-            f"data position would mean something else. Set train_batch_size to {saved} (accumulation follows), or ask for "
-            "the change with override_batch=True (--override-batch)"
+            f"{manifest.path} was trained with a global batch of {saved} samples, this run has {now}: the "
+            "schedule and the data position would mean something else. Set train_batch_size to "
+            f"{saved} (accumulation follows), or ask for the change with override_batch=True (--override-batch)"
         )
 
 

@@ -7,6 +7,7 @@ own collective runs in place, as NCCL documents it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -148,4 +149,4 @@ class _Returning:
 
 
 def _even(bounds: Sequence[int]) -> bool:
-    return all(b - a == bounds[1] - bounds[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    return all(b - a == bounds[1] - bounds[0] for a, b in itertools.pairwise(bounds))

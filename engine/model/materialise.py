@@ -96,9 +96,9 @@ class Materialiser:
                 filled = True
         if not filled:
             raise EngineError(
-                f"module {name or type(module).__name__} ({type(module).__name__}) was built on the meta device and nothing can "
-                f"fill {', '.join(meta)}: give the class a reset_parameters() method, or the model an _init_weights(module) "
-                "method, or build the model on the CPU"
+                f"module {name or type(module).__name__} ({type(module).__name__}) was built on the meta device and "
+                f"nothing can fill {', '.join(meta)}: give the class a reset_parameters() method, or the model an "
+                "_init_weights(module) method, or build the model on the CPU"
             )
 
 

@@ -108,8 +108,8 @@ def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> Precision
     if len(dtypes) > 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise EngineError(
-            f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. Switch on bf16 or fp16 in "
-            "the config, or use stage 0, 1 or 2"
+            f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. "
+            "Switch on bf16 or fp16 in the config, or use stage 0, 1 or 2"
         )
     (dtype,) = dtypes
     return replace(precision, compute="bf16" if dtype == torch.bfloat16 else "fp16")
