@@ -33,7 +33,16 @@ from typing import Any
 import numpy as np
 
 from engine.contracts import EngineError
-from engine.data.tokens import MappedTokens, TokenBlocks, Tokens, check_vocabulary, largest_token
+from engine.data.tokens import (
+    MappedTokens,
+    TokenBlocks,
+    Tokens,
+    bigram_entropy,
+    check_vocabulary,
+    largest_token,
+)
+
+__all__ = ["BYTE_VOCABULARY_SIZE", "TextCorpus", "TokenBlocks", "bigram_entropy", "open_text"]
 
 BYTE_VOCABULARY_SIZE = 256
 _TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
