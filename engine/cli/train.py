@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     options = RunOptions(config, output, arguments.resume)
     resolved = plan(config, real_world(config, environment, arguments.nproc))
     if environment.rank == 0:
-        prepare_output(output)
+        check_output(output)
     if environment.launcher == "single" and resolved.world.size > 1:
         from engine.launch.elastic import launch
 
@@ -81,15 +81,18 @@ def _check_can_train(config: Config) -> None:
         raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
 
 
-def prepare_output(output: Path) -> None:
-    """Create the folder and try it, before any rank is started. Raises EngineError where nothing can be written."""
+def check_output(output: Path) -> None:
+    """Try to write where the output will be, before any rank is started, and leave nothing there.
+
+    Raises EngineError where nothing can be written.
+    """
+    existing = next((folder for folder in (output, *output.absolute().parents) if folder.exists()), output)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise EngineError(f"--output: nothing can be written under {output}: {reason}; name another folder") from error
+        reason = (error.strerror or str(error)).lower()
+        raise EngineError(f"--output: {output} cannot be written ({existing}: {reason}); name another folder") from error
 
 
 def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:

@@ -78,7 +78,7 @@ def open_text(
             folder, names, "the Python standard library", sequence_length, validation_fraction, vocabulary_size
         )
     if not path:
-        raise EngineError("data.path is empty: name a file or folder, or leave it out for the standard library's source.")
+        raise EngineError("data.path is empty: name a file or folder, or leave it out for the standard library.")
     place = Path(path).expanduser()
     try:
         mode = place.stat().st_mode

@@ -70,11 +70,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
 
 
 def _report_missing(findings: Findings) -> None:
-    autos = [key for key in (TOTAL, MICRO) if findings.is_auto(key)]
-    if autos:
-        for key in autos:
-            findings.missing(key)
-        return
+    if findings.is_auto(TOTAL) or findings.is_auto(MICRO):
+        return  # listed with the other values that are needed
     findings.problem(
         TOTAL,
         f"no batch size: neither {TOTAL} nor {MICRO} is given",
@@ -109,9 +106,10 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         options = divisors(total // dp)
         closest = min(options, key=lambda option: (abs(option - factor), option))
         repair += f", or keep it and set {key} to {closest}"
+    arithmetic = f": {total} = {total // unit} x {unit} + {total % unit}" if total > unit else ""
     findings.problem(
         TOTAL,
-        f"{total} is not a multiple of {by}{ranks}{product}: {total} = {total // unit} x {unit} + {total % unit}",
+        f"{total} is not a multiple of {by}{ranks}{product}{arithmetic}",
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,

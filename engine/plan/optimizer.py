@@ -30,9 +30,6 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     section = config.optimizer
     if section is None:
         return None
-    for path in sorted(config.autos):
-        if path.startswith("optimizer."):
-            findings.missing(path)
     name, given = section.type, section.params
     if name is None:
         return None
@@ -50,6 +47,8 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     kept = {key: _frozen(value) for key, value in given.items() if key not in spec.consumed}
     if name == "Muon":
         return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(kept))
+    if name == "Lamb" and given.get("compat") != "deepspeed":
+        findings.note(PATH, "trust ratios are of the bias-corrected update, as in the paper (DeepSpeed: uncorrected)")
     name, changed = _adam_decay(name, given, findings)
     findings.resolved(PATH, name)
     params = {**spec.defaults, **changed, **kept}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from engine.plan.plan import Dtype, LossScalePlan, PrecisionPlan
 
@@ -69,7 +69,7 @@ def _autocast_dtype(config: Config, compute: Dtype, findings: Findings) -> Dtype
     path = "torch_autocast.dtype"
     if autocast.dtype is None:
         findings.note(path, "torch_autocast without a dtype computes in bf16")
-        return findings.resolved(path, cast("Dtype", "bf16"), "bf16 needs no loss scaling", "default")
+        return findings.resolved(path, "bf16", "bf16 needs no loss scaling", "default")
     return findings.resolved(path, autocast.dtype)
 
 
@@ -91,7 +91,7 @@ def _accumulation_dtype(config: Config, compute: Dtype, findings: Findings) -> D
     path = "data_types.grad_accum_dtype"
     dtype = config.data_types.grad_accum_dtype
     if dtype is None:
-        return findings.resolved(path, cast("Dtype", "fp32"), "sums of 16-bit gradients lose small terms", "default")
+        return findings.resolved(path, "fp32", "sums of 16-bit gradients lose small terms", "default")
     allowed = ACCUMULATION_DTYPES[compute]
     if dtype not in allowed:
         findings.problem(
@@ -109,7 +109,7 @@ def _reduction_dtype(config: Config, compute: Dtype, findings: Findings) -> Dtyp
     path = "communication_data_type"
     dtype = config.communication_data_type
     if dtype is None:
-        return findings.resolved(path, cast("Dtype", "fp32"), "averages over ranks keep their small terms", "default")
+        return findings.resolved(path, "fp32", "averages over ranks keep their small terms", "default")
     return findings.resolved(path, dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.config.auto import needs_values
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import Degrees, World
 
@@ -55,41 +56,9 @@ def check_not_built(config: Config, findings: Findings) -> None:
 
 
 def check_autos(config: Config, findings: Findings) -> None:
-    """What is still "auto" and has no meaning of its own here needs a value; see `AUTO_DEFAULTS`."""
-    for path in sorted(config.autos):
-        if path in _RESOLVED_ELSEWHERE or path.startswith(("optimizer.", "scheduler.")):
-            continue
-        if any(path == key or (key.endswith(".") and path.startswith(key)) for key in AUTO_DEFAULTS):
-            if path in ("bf16.enabled", "fp16.enabled"):
-                findings.note(path, '"auto" is false when nothing else decides')
-            continue
-        findings.missing(path)
-
-
-_RESOLVED_ELSEWHERE = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
-)
-
-AUTO_DEFAULTS = (
-    "fp16.",
-    "bf16.",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.prefetch_bucket_size",
-    "zero_optimization.param_persistence_threshold",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.max_live_parameters",
-    "zero_optimization.max_reuse_distance",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.reduce_scatter",
-    "communication_data_type",
-    "data_types.",
-    "torch_autocast.dtype",
-    "device",
-    "seed",
-)
-"""Keys whose "auto" means the default or the derived value here; a trailing dot covers a whole section."""
+    """What still says "auto" and that neither the config's table (engine/config/auto.py) nor a rule resolves."""
+    resolved = {value.path for value in findings.values if value.origin == "auto"}
+    findings.needs_values += [path for path in needs_values(config) if path not in resolved]
 
 
 def note_vocabulary(config: Config, findings: Findings) -> None:

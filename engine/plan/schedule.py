@@ -27,8 +27,6 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
     section = config.scheduler
     if section is None:
         return None
-    if findings.is_auto(PATH):
-        findings.missing(PATH)
     if section.type is None:
         return None
     name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
@@ -36,14 +34,15 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
         repair = "pass lr_scheduler to initialize()"
         findings.problem(PATH, f"{name} {UNUSABLE[name]}, which JSON cannot hold", found=name, repair=repair)
         return None
+    spec = KNOWN.get(name)
+    if spec is None:
+        repair = "pass lr_scheduler to initialize() for a class of your own"
+        findings.problem(PATH, f"there is no schedule {name}", found=name, allowed=", ".join(KNOWN), repair=repair)
+        return None
     if config.optimizer is None:
         findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
-    spec = KNOWN.get(name)
-    params = {**(spec.defaults if spec else {}), **section.params}
+    params = {**spec.defaults, **section.params}
     _fill_autos(spec, params, config, optimizer, findings)
-    if spec is None:
-        findings.resolved(PATH, name, "a class of your own; its parameters are checked when it is made")
-        return SchedulePlan(name, params)
     if name in TORCH:
         _check_names(name, spec, section.params, findings)
     _fill_required(name, spec, params, config, findings)
@@ -59,7 +58,7 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
 
 
 def _fill_autos(
-    spec: ScheduleSpec | None,
+    spec: ScheduleSpec,
     params: dict[str, Any],
     config: Config,
     optimizer: OptimizerPlan | None,
@@ -72,14 +71,10 @@ def _fill_autos(
         if not path.startswith(PARAMS + "."):
             continue
         key = path.removeprefix(PARAMS + ".")
-        if spec is not None and key in spec.lengths and steps is not None:
+        if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "auto")
-        elif key == "warmup_min_lr":
-            params[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
         elif key == "warmup_max_lr" and peak is not None:
             params[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
-        else:
-            findings.missing(path)
 
 
 def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:
@@ -103,7 +98,7 @@ def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config
         required = (*required, "total_steps")
     for key in required:
         path = f"{PARAMS}.{key}"
-        if key in params or path in findings.needs_values:
+        if key in params or findings.is_auto(path):
             continue
         if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "derived")

@@ -46,7 +46,9 @@ class Verdict:
                 "invalid": f"invalid: {len(self.problems)} problem{'' if len(self.problems) == 1 else 's'}",
             }[self.kind]
         ]
-        if self.kind == "not-built" and self.needs_values:
+        if self.not_built and self.kind != "not-built":
+            lines.append(f"not built here: {', '.join(self.not_built)}")
+        if self.needs_values and self.kind != "needs-values":
             lines.append(f"needs values: {', '.join(self.needs_values)}")
         lines += [f"  {problem.render()}" for problem in self.problems]
         lines += [f"  note: {note.render()}" for note in self.notes]

@@ -49,7 +49,7 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
         findings.problem(
             MICS,
             f"{size} does not divide the {plural(dp, 'data-parallel rank')} of "
-            f"{describe_world(world)}: {dp} = {dp // size} x {size} + {dp % size}",
+            f"{describe_world(world)}{_remainder(dp, size)}",
             found=size,
             allowed=", ".join(map(str, divisors(dp))),
             repair="choose one of the divisors or change the number of ranks",
@@ -78,8 +78,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
     if shard % size:
         findings.problem(
             HPZ,
-            f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over: "
-            f"{shard} = {shard // size} x {size} + {shard % size}",
+            f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over{_remainder(shard, size)}",
             found=size,
             allowed=", ".join(map(str, divisors(shard))),
             repair="choose one of the divisors or change the number of ranks",
@@ -89,3 +88,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.note(HPZ, f"{size} is the whole shard group: the same as plain stage 3")
         return True
     return findings.resolved(HPZ, size, f"a second copy is kept in groups of {size} ranks between forward and backward")
+
+
+def _remainder(ranks: int, size: int) -> str:
+    return f": {ranks} = {ranks // size} x {size} + {ranks % size}" if ranks > size else ""

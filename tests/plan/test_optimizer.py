@@ -130,15 +130,21 @@ def test_what_deepspeed_has_and_this_engine_lacks(problems_of: ProblemsOf, name:
     assert (problem.path, problem.code) == ("optimizer.type", "not-built")
 
 
-def test_an_optimizer_that_drives_the_model_itself(problems_of: ProblemsOf) -> None:
+def test_optimizers_that_cannot_work_here(problems_of: ProblemsOf) -> None:
     (problem,) = problems_of(section("LBFGS"))
     assert "several times" in problem.message
+    (problem,) = problems_of(section("SparseAdam"))
+    assert "sparse" in problem.message
 
 
-def test_unresolved_parameters_are_one_list(problems_of: ProblemsOf) -> None:
-    (problem,) = problems_of(section("AdamW", lr="auto", weight_decay="auto", eps=1e-7))
+def test_lamb_says_that_it_is_the_papers(make_plan: MakePlan) -> None:
+    assert "paper" in messages(make_plan(section("Lamb")), "optimizer.type")[0]
+
+
+def test_unresolved_parameters_are_one_list_and_others_have_defaults(problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("AdamW", lr="auto", foreach="auto", weight_decay="auto"))
     assert problem.code == "needs-values"
-    assert "optimizer.params.lr, optimizer.params.weight_decay" in problem.message
+    assert "optimizer.params.foreach, optimizer.params.lr" in problem.message
 
 
 def test_origins(make_plan: MakePlan) -> None:

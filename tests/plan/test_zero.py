@@ -82,8 +82,6 @@ def test_every_entry_of_the_table_is_a_key_and_says_why() -> None:
         ),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}, ZERO + "reduce_bucket_size", True),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}, ZERO + "reduce_bucket_size", False),
-        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer", False),
-        ({"disable_allgather": True}, "disable_allgather", True),
         ({"fp16": {"enabled": False, "auto_cast": False}}, "fp16.auto_cast", False),
     ],
 )

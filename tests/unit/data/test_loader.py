@@ -179,8 +179,11 @@ def test_resumes_inside_a_step_where_the_layout_allows_it() -> None:
         one.load(before_state, layout(12))
     ranks = [epoch(one) for one in after]
     assert [batch for pair in zip(*ranks, strict=True) for batch in pair] == rest
+    other = loader(100, 4, 3, 1)
+    state = other.state()
     with pytest.raises(EngineError, match=r"sample 18 of epoch 0.*4 x 1 ranks = 4 samples"):
-        loader(100, 4, 3, 1).load(before_state, layout(12))
+        other.load(before_state, layout(12))
+    assert other.state() == state
 
 
 def test_resumes_with_another_global_batch_behind_what_was_consumed() -> None:
