@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-
-
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass now running is over.
-
-    DistributedDataParallel and FSDP2 use the same engine call; autograd offers no public
-    end-of-backward hook; this goes when it does.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
+from torch import Tensor
+from torch.utils import _pytree
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -37,3 +30,16 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     The mark that torch.amp.GradScaler looks for on fused optimizers; goes when torch documents one.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of nested dicts, lists and tuples, Hugging Face outputs included.
+
+    torch.utils._pytree is what FSDP2 and the pipeline use; goes when torch has a public one.
+    """
+    return _pytree.tree_leaves(tree)
+
+
+def tree_map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor replaced by ``function(tensor)``."""
+    return _pytree.tree_map_only(Tensor, function, tree)
