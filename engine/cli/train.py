@@ -92,7 +92,9 @@ def check_output(output: Path) -> None:
             pass
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise EngineError(f"--output: {output} cannot be written ({existing}: {reason}); name another folder") from error
+        raise EngineError(
+            f"--output: {output} cannot be written ({existing}: {reason}); name another folder"
+        ) from error
 
 
 def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
