@@ -114,11 +114,11 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
     import torch
 
-    import engine
     from engine.cli.finish import finish
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
     from engine.data.sources import open_text
+    from engine.entry import initialize
     from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
@@ -135,7 +135,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     # Every rank builds the same model.
     torch.manual_seed(config.seed)
     model = build_model(target, config.model.args)
-    model_engine, *_ = engine.initialize(model=model, config=config, training_data=corpus.train, output=options.output)
+    model_engine, *_ = initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
     summary.on_start(model_engine.plan)
     model_engine.watchers.append(summary)

@@ -117,7 +117,7 @@ def test_plan_can_list_every_value(config: Path, capsys: pytest.CaptureFixture[s
         (EngineError("a mistake"), 2, "ptrain: a mistake\n"),
         (RunFailed("it failed"), 1, "ptrain: it failed\n"),
         (ZeroDivisionError("unforeseen"), 1, "ZeroDivisionError: unforeseen\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "ptrain: stopped by SIGINT before training began; nothing was saved\n"),
         (BrokenPipeError(), 0, ""),
     ],
 )
