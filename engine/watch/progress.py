@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.plan import Plan
 
 SECONDS_BETWEEN_LINES = 10.0
-DEFAULT_COLUMNS = 100
+DEFAULT_SIZE = {"ncols": 100, "nrows": 24}
 
 
 class Progress(Watcher):
@@ -95,8 +95,7 @@ class Progress(Watcher):
                 initial=report.step - 1,
                 unit="step",
                 file=self._stream,
-                dynamic_ncols=self._has_size(),
-                ncols=None if self._has_size() else DEFAULT_COLUMNS,
+                **self._size(),
                 mininterval=0.1,
             )
         values = {
@@ -107,12 +106,13 @@ class Progress(Watcher):
         self._bar.set_postfix(values, refresh=False)
         self._bar.update(report.step - self._bar.n)
 
-    def _has_size(self) -> bool:
+    def _size(self) -> dict[str, Any]:
         """Pseudo-terminals without a size exist (`docker -t`, recorders); tqdm would show nothing on them."""
         try:
-            return os.get_terminal_size(self._stream.fileno()).columns > 0
+            sized = os.get_terminal_size(self._stream.fileno()).columns > 0
         except OSError:
-            return False
+            sized = False
+        return {"dynamic_ncols": True} if sized else DEFAULT_SIZE
 
     def _write(self, line: str) -> None:
         if self._bar is not None:
