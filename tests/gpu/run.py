@@ -16,6 +16,7 @@ import engine
 
 STEPS, BATCH, WIDTH = 5, 8, 64
 LR = 0.05
+LOSS_SCALE = {"fp32": 1.0, "bf16": 1.0, "fp16": 128.0}
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Of a loss, relative. In 16 bit the plain run computes the same casts, but a kernel may round differently."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,10 +46,10 @@ def plain_losses(device: torch.device, precision: str) -> list[float]:
     for inputs, targets in batches(device):
         loss = loss_of(compute(inputs.to(DTYPES[precision])), targets)
         compute.zero_grad()
-        loss.backward()
+        (loss * LOSS_SCALE[precision]).backward()
         for master, copy in zip(masters.parameters(), compute.parameters(), strict=True):
             assert copy.grad is not None
-            master.grad = copy.grad.float()
+            master.grad = copy.grad.float() / LOSS_SCALE[precision]
         nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
@@ -67,6 +68,8 @@ def engine_losses(device: torch.device, precision: str, stage: int) -> list[floa
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config[precision]["loss_scale"] = LOSS_SCALE[precision]
     model_engine, *_ = engine.initialize(model=build_model(), config=config)
     losses = []
     for inputs, targets in batches(device):
