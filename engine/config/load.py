@@ -270,9 +270,5 @@ def _integer_note(walk: Walk) -> list[Note]:
         return []
     parts = ", ".join(f"{join_path(walk.places.written(path))} = {int(value)}" for path, value in walk.integers)
     first = walk.integers[0][0]
-    return [
-        Note(
-            join_path(walk.places.written(first)),
-            f"numbers written with a point or an exponent are read as integers: {parts}",
-        )
-    ]
+    message = f"numbers written with a point or an exponent are read as integers: {parts}"
+    return [Note(join_path(walk.places.written(first)), message, walk.places.of_value(first)[1])]
