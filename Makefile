@@ -45,6 +45,7 @@ matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too
 
 docs: $(VENV)/.installed ## generate the schema and the config reference
 	@$(BIN)/python -m engine.config.schema
+	@$(BIN)/python -m engine.config.docs
 
 wheel: $(VENV)/.installed ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -1,6 +1,6 @@
 """A declarative, config-driven training engine for PyTorch.
 
-    model_engine, optimizer, loader, scheduler = engine.initialize(model=model, config="run.json", training_data=dataset)
+    model_engine, optimizer, loader, scheduler = engine.initialize(model=model, config="run.json", training_data=data)
 
 The public names are loaded on first use: importing this package (or `engine.config`, `engine.plan`) loads no torch.
 """
@@ -34,7 +34,21 @@ _HOMES = {
     "load_config": "engine.config",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineError",
+    "LossSum",
+    "RepeatingLoader",
+    "RunFailed",
+    "StepReport",
+    "Watcher",
+    "__version__",
+    "add_config_arguments",
+    "initialize",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
+from engine.collectives.shards import ShardGroup
 from engine.contracts import NoCurriculum, NoSchedule, SavedLayout
 from engine.data.loader import DistributedLoader
-from engine.engine import Engine, Roles
+from engine.engine import Engine
 from engine.mesh import Mesh
 from engine.model import zero
 from engine.model.blocks import find_blocks
@@ -28,7 +30,7 @@ from engine.optim.schedule_factory import build_schedule
 from engine.optim.schedule_state import ScheduleState
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
-from engine.random import RandomStates
+from engine.surface import Roles
 from engine.watch import build_watchers
 
 
@@ -48,22 +50,25 @@ def build(
 ) -> Engine:
     """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
     # who is where, and who is who
-    mesh = Mesh(plan.degrees, device, Ledger())
+    mesh, ledger = Mesh(plan.degrees, device), Ledger()
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
     client = client_optimizer(optimizer, model, model_parameters)
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, _granularity(plan, client))
+    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, _granularity(plan, client))
     reduction = data_parallel.reduction
 
     # roles
-    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, mesh.group("dp_shard").sum)
+    shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
+    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, shard_group.sum)
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=reduction.zero_gradients)
-    roles = Roles(reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn)
+    roles = Roles(
+        reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn
+    )
 
     # data and state
     loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None
@@ -91,6 +96,7 @@ def build(
         mesh,
         registry,
         roles,
+        ledger,
         compute_dtype=zero.DTYPES[plan.precision.compute] if plan.precision.compute != "fp32" else None,
         autocast=_autocast(plan, device),
         watchers=watchers,

@@ -227,7 +227,9 @@ class NoSchedule:
 class Curriculum(Protocol):
     """What the model sees of a batch. Neutral element: all of it."""
 
-    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def apply(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
 
 class NoCurriculum:

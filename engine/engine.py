@@ -19,18 +19,9 @@ from torch import Tensor, nn
 
 from engine.checkpoint.tree import StateTree
 from engine.collectives.agreement import Agreement
-from engine.contracts import (
-    Clipping,
-    Curriculum,
-    EngineError,
-    LossSum,
-    OnLayoutChange,
-    Precision,
-    Reduction,
-    SavedLayout,
-    Schedule,
-    StepReport,
-)
+from engine.collectives.ledger import Ledger
+from engine.collectives.shards import ShardGroup
+from engine.contracts import EngineError, LossSum, OnLayoutChange, SavedLayout, StepReport
 from engine.data.batch import count_tokens, describe, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.mesh import Mesh
@@ -38,24 +29,11 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
 from engine.random import stream_seed
-from engine.surface import Surface
+from engine.surface import Roles, Surface
 from engine.watch import WatcherList
 from engine.watch.health import Health
 
 log = logging.getLogger("engine")
-
-
-@dataclass
-class Roles:
-    """What takes part in the arithmetic of a step (engine/contracts.py)."""
-
-    reduction: Reduction
-    precision: Precision
-    clipping: Clipping
-    optimizer: EngineOptimizer | None
-    schedule: Schedule
-    curriculum: Curriculum
-    loss_fn: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -101,6 +79,7 @@ class Engine(Surface):
         mesh: Mesh,
         registry: ParameterRegistry,
         roles: Roles,
+        ledger: Ledger,
         *,
         compute_dtype: torch.dtype | None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -116,7 +95,8 @@ class Engine(Surface):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self.global_tokens = 0
         self.stop_requested = 0
         self._compute_dtype, self._autocast, self._state, self._on_destroy = compute_dtype, autocast, state, on_destroy
-        self._agreement = Agreement(mesh.world(), mesh.device)
+        self._ledger = ledger
+        self._agreement = Agreement(ShardGroup.of(mesh, "world", ledger), mesh.device)
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
         self._boundary_override: bool | None = None
@@ -138,7 +118,9 @@ class Engine(Surface):
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            torch.manual_seed(stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank))
+            torch.manual_seed(
+                stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank)
+            )
         with self._autocast():
             output = self.module(*args, **kwargs)
         self._spend("forward", started)
@@ -240,7 +222,9 @@ class Engine(Surface):
     ) -> None:
         loss = None
         if agreed["num_losses"]:
-            managed = self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
+            managed = (
+                self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
+            )
             loss = agreed["loss"] / (agreed["count"] or managed)
         report = StepReport(
             step=self.global_steps,
@@ -253,7 +237,7 @@ class Engine(Surface):
             tokens_seen=self.global_tokens,
             tokens_computed=self.global_tokens,
             skipped_steps=self.skipped_steps,
-            bytes_by_axis=self.mesh.ledger.take(),
+            bytes_by_axis=self._ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
             first_nonfinite=culprit,
         )
@@ -274,7 +258,8 @@ class Engine(Surface):
         for _ in range(self._accumulation_steps):
             self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
             self.step()
-        assert self.last_report is not None and self.last_report.loss is not None
+        assert self.last_report is not None
+        assert self.last_report.loss is not None
         return torch.tensor(self.last_report.loss)
 
     @torch.no_grad()
@@ -299,7 +284,7 @@ class Engine(Surface):
         return torch.tensor(agreed["total"] / agreed["count"])
 
     def flush(self, discard: bool = False) -> None:
-        """Close an incomplete window: step on what has been accumulated, or discard it. A complete one is left alone."""
+        """Close an incomplete window: step on what has come together, or discard it. No window, no effect."""
         if self._window.num_losses == 0:
             return
         if discard:
@@ -321,7 +306,10 @@ class Engine(Surface):
             raise EngineError("no_sync() is not reentrant")
         if not self.roles.reduction.defers() and not self._noted_no_sync:
             self._noted_no_sync = True
-            log.warning("no_sync() has no effect at ZeRO stage %d: gradients are reduced in every backward", self.plan.zero.stage)
+            log.warning(
+                "no_sync() has no effect at ZeRO stage %d: gradients are reduced in every backward",
+                self.plan.zero.stage,
+            )
         self._in_no_sync = True
         try:
             yield
@@ -361,14 +349,20 @@ class Engine(Surface):
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             raise EngineError(
                 f"backward() takes a scalar loss with a graph; it got {describe(value)}"
-                + (" without one (was it computed under no_grad, or detached?)" if isinstance(value, Tensor) and value.numel() == 1 else "")
+                + (
+                    " without one (was it computed under no_grad, or detached?)"
+                    if isinstance(value, Tensor) and value.numel() == 1
+                    else ""
+                )
             )
         if self._window.num_losses and is_sum != bool(self._window.num_counted):
             raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:
-            raise EngineError("step() needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to initialize()")
+            raise EngineError(
+                "step() needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to initialize()"
+            )
         return self.optimizer
 
     def _spend(self, phase: str, started: float) -> None:
@@ -380,8 +374,8 @@ class Engine(Surface):
         except StopIteration:
             micro_step = self.micro_steps % self._accumulation_steps
             raise EngineError(
-                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of {self._accumulation_steps} on rank "
-                f"{self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
+                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of "
+                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
             ) from None
 
     def _own_batches(self) -> Iterator[Any]:

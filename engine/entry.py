@@ -67,8 +67,8 @@ def initialize(
     if environment.world_size > 1 and not dist.is_initialized():
         if dist_init_required is False:
             raise EngineError(
-                f"{environment.launcher} describes {environment.world_size} ranks, but dist_init_required=False and there is no "
-                "process group: call torch.distributed.init_process_group() first, or leave dist_init_required out"
+                f"{environment.launcher} describes {environment.world_size} ranks, but dist_init_required=False "
+                "and there is no process group: call torch.distributed.init_process_group() first, or leave it out"
             )
         environment.export()
         owns_group = join_process_group(environment.rank, environment.world_size, "env://", device)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.collectives.ledger import Ledger
-from engine.collectives.shards import ShardGroup
 from engine.config.messages import EngineError
 from engine.device import backend_for
 from engine.plan import Degrees
@@ -26,9 +24,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 class Mesh:
     """This rank's place among all. With one rank and no process group, every group is None."""
 
-    def __init__(self, degrees: Degrees, device: torch.device, ledger: Ledger | None = None) -> None:
+    def __init__(self, degrees: Degrees, device: torch.device) -> None:
         self.device = device
-        self.ledger = ledger or Ledger()
         self.degrees: Mapping[str, int] = {axis: getattr(degrees, axis) for axis in AXES}
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -57,14 +54,11 @@ class Mesh:
         wanted = tuple(axis for axis in axes if axis in self._split)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
-    def group(self, axis: str) -> ShardGroup:
-        """The ranks that differ from this one in ``axis`` only."""
-        if self.degrees[axis] == 1:
-            return ShardGroup(None, axis, self.ledger)
-        return ShardGroup(self.device_mesh(axis).get_group(), axis, self.ledger)
-
-    def world(self) -> ShardGroup:
-        return ShardGroup(dist.group.WORLD if self.world_size > 1 else None, "world", self.ledger)
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in ``axis`` only ("world": all); None where this rank is alone."""
+        if axis == "world":
+            return dist.group.WORLD if self.world_size > 1 else None
+        return self.device_mesh(axis).get_group() if self.degrees[axis] > 1 else None
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
@@ -94,6 +88,10 @@ def join_process_group(
         return False
     options = {} if timeout_seconds is None else {"timeout": datetime.timedelta(seconds=timeout_seconds)}
     dist.init_process_group(
-        backend_for(device), init_method=init_method, rank=rank, world_size=world_size, **options  # type: ignore[arg-type]
+        backend_for(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        **options,  # type: ignore[arg-type]
     )
     return True

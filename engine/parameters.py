@@ -106,7 +106,8 @@ def _read_groups(
     for position, entry in enumerate(entries):
         if not isinstance(entry, dict) or "params" not in entry:
             raise EngineError(
-                f"model_parameters[{position}] is {type(entry).__name__}; give parameters or param-group dicts with 'params', not a mix"
+                f"model_parameters[{position}] is {type(entry).__name__}; give parameters, "
+                "or param-group dicts with 'params', not a mix"
             )
         members = entry["params"]
         members = [members] if isinstance(members, nn.Parameter) else list(members)
@@ -116,12 +117,13 @@ def _read_groups(
         for parameter in members:
             if parameter not in names:
                 raise EngineError(
-                    f"model_parameters[{position}] holds a parameter of shape {tuple(parameter.shape)} that the model does not; "
-                    "pass parameters of the model given to initialize()"
+                    f"model_parameters[{position}] holds a parameter of shape {tuple(parameter.shape)} that "
+                    "the model does not; pass parameters of the model given to initialize()"
                 )
             if parameter in group_of:
                 raise EngineError(
-                    f"parameter {names[parameter]} is in model_parameters groups {group_of[parameter]} and {len(groups)}; keep one"
+                    f"parameter {names[parameter]} is in model_parameters groups {group_of[parameter]} and "
+                    f"{len(groups)}; keep one"
                 )
             group_of[parameter] = len(groups)
         groups.append({key: value for key, value in entry.items() if key != "params"})

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
-from engine.contracts import StepReport
+from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import Plan
 from engine.watch import WatcherList
 
-if TYPE_CHECKING:
-    from engine.engine import Roles
+
+@dataclass
+class Roles:
+    """What takes part in the arithmetic of a step (engine/contracts.py)."""
+
+    reduction: Reduction
+    precision: Precision
+    clipping: Clipping
+    optimizer: EngineOptimizer | None
+    schedule: Schedule
+    curriculum: Curriculum
+    loss_fn: Callable[..., Any] | None = None
 
 
 class Surface:
@@ -86,7 +97,7 @@ class Surface:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
+        """Save all that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
 
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
@@ -106,8 +117,8 @@ class Surface:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what `save_checkpoint` wrote, under this or any other layout. Returns ``(path, client_state)``.
 
-        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and so
-        does one trained with another global batch unless ``override_batch``.
+        A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
+        so does one trained with another global batch unless ``override_batch``.
         """
         result = self._state.load(
             load_dir,

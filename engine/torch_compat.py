@@ -1,4 +1,7 @@
-"""The only place for private torch names, each with the reason and what would make it go. Right for torch 2.11 to 2.13."""
+"""The only place for private torch names, each with the reason and what would make it go.
+
+Right for torch 2.11 to 2.13.
+"""
 
 from __future__ import annotations
 

@@ -285,12 +285,13 @@ def launch_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     cwd: str | os.PathLike[str] = REPOSITORY,
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a user's script, ``argv = [script, argument, ...]``, under torchrun with ``nproc`` ranks.
+    """Run ``argv``, a user's script or -m and a module with its arguments, under torchrun with ``nproc`` ranks.
 
     Returns its exit code and output. Raises subprocess.TimeoutExpired after ``timeout`` seconds; no rank is left then.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     command += [os.fspath(part) for part in argv]
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=_environment(env or {}), cwd=cwd, text=True, **streams)

@@ -4,12 +4,12 @@ from engine.checkpoint.boxes import Box, flat_range_boxes, intersect
 from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.exchange import Exchange
 from engine.checkpoint.folder import default_tag, list_tags
-from engine.checkpoint.load import LoadedTensors, load_client_state, load_tensors, verify_files
+from engine.checkpoint.loading import LoadedTensors, load_client_state, load_tensors, verify_files
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.report import describe
 from engine.checkpoint.retention import prune
-from engine.checkpoint.save import TagValidation, save
+from engine.checkpoint.saving import TagValidation, save
 
 __all__ = [
     "Box",

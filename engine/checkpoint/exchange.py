@@ -41,18 +41,21 @@ class Exchange(ABC):
         opens the message ("Saving 'global_step7'").
         """
         gathered = self.gather(attempt(action))
-        verdict = summarise([failure for _, failure in gathered]) if gathered is not None else None
-        verdict = self.broadcast((verdict,))[0]
-        if verdict is not None:
-            raise CheckpointError(f"{doing} failed: {verdict}")
+        failure = summarise([failed for _, failed in gathered]) if gathered is not None else None
+        message = self.broadcast((failure and f"{doing} failed: {failure}",))[0]
+        if message is not None:
+            raise CheckpointError(message)
         return None if gathered is None else [value for value, _ in gathered]
 
     def on_first(self, action: Callable[[], T], doing: str) -> T:
         """Run ``action`` on rank 0 only and return its value on every rank; its failure is raised on every rank."""
-        outcome = attempt(action) if self.rank == 0 else None
-        value, failure = self.broadcast(outcome)
-        if failure is not None:
-            raise CheckpointError(f"{doing} failed: {failure}")
+        outcome = None
+        if self.rank == 0:
+            found, failure = attempt(action)
+            outcome = found, failure and f"{doing} failed: {failure}"
+        value, message = self.broadcast(outcome)
+        if message is not None:
+            raise CheckpointError(message)
         return value  # type: ignore[return-value]  # no failure: the value is the action's
 
 

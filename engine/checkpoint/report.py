@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from engine.checkpoint.errors import listing
-from engine.checkpoint.load import LoadedTensors
+from engine.checkpoint.loading import LoadedTensors
 from engine.checkpoint.manifest import CLIENT_STATE, Manifest
 from engine.contracts import SavedLayout
 

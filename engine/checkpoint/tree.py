@@ -16,27 +16,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.load import load_client_state, load_tensors
+from engine.checkpoint.loading import load_client_state, load_tensors
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.report import describe
-from engine.checkpoint.save import TagValidation, save
+from engine.checkpoint.saving import TagValidation, save
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 
 log = logging.getLogger("engine")
 
 
-class Info(Protocol):
-    name: str
-
-
 class Shard(Protocol):
     """This rank's part of a parameter, as the ZeRO stages give it."""
 
-    info: Any
-    parameter: nn.Parameter
-    start: int
-
+    @property
+    def info(self) -> Any: ...
+    @property
+    def parameter(self) -> nn.Parameter: ...
+    @property
+    def start(self) -> int: ...
     def chunks(self, name: str, tensor: Tensor) -> Iterator[Chunk]: ...
 
 
@@ -99,10 +97,14 @@ class StateTree:
         if self._rank == 0:
             chunks += self._buffer_chunks()
         states: dict[str, dict[str, Any]] = {
-            part.name: {"on_layout_change": part.on_layout_change, "state": part.state()} for part in self._parts.values()
+            part.name: {"on_layout_change": part.on_layout_change, "state": part.state()}
+            for part in self._parts.values()
         }
         if self._optimizer is not None:
-            states["optimizer_groups"] = {"on_layout_change": "reshard", "state": {"groups": self._optimizer.group_options()}}
+            states["optimizer_groups"] = {
+                "on_layout_change": "reshard",
+                "state": {"groups": self._optimizer.group_options()},
+            }
         return save(
             directory,
             tag,
@@ -181,7 +183,7 @@ class StateTree:
                 self._optimizer.load_group_options(groups["groups"])
                 restored.add("optimizer_groups")
         for part in self._parts.values():
-            if part.name == "lr_scheduler" and not lr_scheduler or part.name != "lr_scheduler" and not run:
+            if (part.name == "lr_scheduler" and not lr_scheduler) or (part.name != "lr_scheduler" and not run):
                 continue
             state = manifest.state(part.name, self.layout, self._rank)
             if state is not None:
@@ -218,9 +220,9 @@ class StateTree:
         if saved == now or override:
             return
         raise EngineError(
-            f"{manifest.path} was trained with a global batch of {saved} samples, this run has {now}: the schedule and the "
-            f"data position would mean something else. Set train_batch_size to {saved} (accumulation follows), or ask for "
-            "the change with override_batch=True (--override-batch)"
+            f"{manifest.path} was trained with a global batch of {saved} samples, this run has {now}: the "
+            "schedule and the data position would mean something else. Set train_batch_size to "
+            f"{saved} (accumulation follows), or ask for the change with override_batch=True (--override-batch)"
         )
 
 

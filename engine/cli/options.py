@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
+from engine.launch.signals import LAUNCHER_PID
 from engine.plan import World
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
 
 
 def imagined_world(config: Config, size: int, how: str) -> World:
-    """A world to plan for without asking torch what this machine has: the device that the config names, else the CPU."""
+    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
     device = "cpu" if config.device == "auto" else config.device
     return World(size=size, local_size=size, device=device, device_count=0, how=how)
 
@@ -67,7 +69,7 @@ def real_world(config: Config, environment: RankEnvironment, nproc: int | None) 
                 f"--nproc is {nproc}, but {environment.launcher} has started {environment.world_size} ranks; "
                 f"leave --nproc out"
             )
-        how = f"{environment.launcher} variables"
+        how = "--nproc" if LAUNCHER_PID in os.environ else f"{environment.launcher} variables"
         return World(environment.world_size, environment.local_world_size, device, device_count, how)
     if nproc is not None:
         return World(nproc, nproc, device, device_count, "--nproc")

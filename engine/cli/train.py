@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     options = RunOptions(config, output, arguments.resume)
     resolved = plan(config, real_world(config, environment, arguments.nproc))
     if environment.rank == 0:
-        prepare_output(output)
+        check_output(output)
     if environment.launcher == "single" and resolved.world.size > 1:
         from engine.launch.elastic import launch
 
@@ -74,21 +75,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_can_train(config: Config) -> None:
     """What `initialize()` from Python does not need and a run from the command line does."""
     where = config.source or "the config"
-    if config.model.target is None:
+    if config.model is None or config.model.target is None:
         raise EngineError(f'{where}: model.target is missing; it says what to build, e.g. "model.py:GPT"')
     if config.training.steps is None and config.training.num_epochs is None:
         raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
 
 
-def prepare_output(output: Path) -> None:
-    """Create the folder and try it, before any rank is started. Raises EngineError where nothing can be written."""
+def check_output(output: Path) -> None:
+    """Try to write where the output will be, before any rank is started, and leave nothing there.
+
+    Raises EngineError where nothing can be written.
+    """
+    existing = next((folder for folder in (output, *output.absolute().parents) if folder.exists()), output)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise EngineError(f"--output: nothing can be written under {output}: {reason}; name another folder") from error
+        reason = (error.strerror or str(error)).lower()
+        raise EngineError(
+            f"--output: {output} cannot be written ({existing}: {reason}); name another folder"
+        ) from error
 
 
 def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
@@ -96,6 +102,9 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
     from engine.launch.signals import end_with_launcher
 
     end_with_launcher()
+    level = options.config.log_level or "warning"
+    logging.basicConfig(format="ptrain: %(message)s")
+    logging.getLogger("engine").setLevel(level.upper())
     with StopRequest() as stop:
         if environment.rank == 0:
             print(plan.render(), flush=True)
@@ -105,16 +114,16 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
     import torch
 
-    import engine
     from engine.cli.finish import finish
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
     from engine.data.sources import open_text
-    from engine.watch import Summary, build_watchers
-    from engine.watch.summary import write_json
+    from engine.entry import initialize
+    from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
     base = Path(config.source).resolve().parent if config.source else Path.cwd()
+    assert config.model is not None
     target = load_target(str(config.model.target), base)
     arguments = bind_arguments(target, config.model.args)
     corpus = open_text(
@@ -125,25 +134,22 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     )
     # Every rank builds the same model.
     torch.manual_seed(config.seed)
-    model_engine, *_ = engine.initialize(
-        model=build_model(target, config.model.args), config=config, training_data=corpus.train
-    )
-    watchers = build_watchers(model_engine.plan, options.output, environment.rank, environment.world_size)
+    model = build_model(target, config.model.args)
+    model_engine, *_ = initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
-    watchers.append(summary)
-    model_engine.watchers = watchers
-    watchers.on_start(model_engine.plan)
+    summary.on_start(model_engine.plan)
+    model_engine.watchers.append(summary)
     if first:
         write_json(options.output / "config.resolved.json", config.resolved())
     try:
         resume(model_engine, options, say=first)
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
-        watchers.close()
+        model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
     finally:
-        watchers.close()
+        model_engine.watchers.close()
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
     model_engine.destroy()
     return code

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from engine.contracts import StepReport, Watcher
 from engine.launch import StopRequest
 
 
-class TrainingLoop(Watcher):
+class TrainingLoop:
     """Takes `num_steps` optimizer steps in all, those before a resume included.
 
-    It watches the engine only to hand the last report on with an evaluation. Everything here happens on every rank
-    alike: ranks decide by step numbers and by what they have agreed on in the step, never by clocks.
+    Everything here happens on every rank alike: ranks decide by step numbers and by what they have agreed on in the
+    step, never by clocks or files.
     """
 
     def __init__(self, model_engine: Any, corpus: Any, checkpoints: Path, stop: StopRequest) -> None:
@@ -26,17 +25,10 @@ class TrainingLoop(Watcher):
         self.eval_interval, self.save_interval = training.eval_interval, training.save_interval
         self.eval_batches = training.eval_batches
         self.is_first = model_engine.mesh.rank == 0
-        self._report: StepReport | None = None
-        model_engine.watchers.append(self)
-
-    def on_step(self, report: StepReport) -> None:
-        self._report = report
 
     def run(self) -> int:
         """Returns the exit code: 0 at the end, 130 or 143 when a signal stopped the run and its state is saved."""
         engine = self.engine
-        if engine.global_steps >= self.num_steps:
-            self.say(f"nothing is left to train: the run is at step {engine.global_steps} of {self.num_steps}")
         while engine.global_steps < self.num_steps:
             if self.stop.signal is not None:
                 engine.request_stop(self.stop.signal)
@@ -64,7 +56,7 @@ class TrainingLoop(Watcher):
             held_out, num_micro_batches, plan.micro_batch_size, engine.mesh.dp_rank, engine.mesh.dp_size
         )
         loss = float(engine.eval_batch(batches, num_micro_batches))
-        engine.watchers.on_evaluation(self._report, {"eval_loss": loss})
+        engine.watchers.on_evaluation(engine.last_report, {"eval_loss": loss})
         return loss
 
     def save(self) -> None:

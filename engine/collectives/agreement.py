@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: norm, loss, counts and requests travel together, so that all ranks decide alike."""
+"""The one small all-reduce of a step: norm, loss, counts and requests together, so that all ranks decide alike."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class _Pool:
 
 
 class AllGather:
-    """Fills ``output_tensor`` (local, world times the size of ``input_tensor``) with every rank's part in rank order."""
+    """Fills ``output_tensor`` (local, world times ``input_tensor``) with every rank's part in rank order."""
 
     def __init__(self, group: ShardGroup) -> None:
         self._group = group

@@ -7,6 +7,7 @@ own collective runs in place, as NCCL documents it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.collectives.ledger import Ledger
+from engine.mesh import Mesh
 
 
 class Pending(Protocol):
@@ -59,6 +61,11 @@ class ShardGroup:
         self._global = [] if group is None else dist.get_process_group_ranks(group)
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str, ledger: Ledger) -> ShardGroup:
+        """The group of a mesh axis, or of the ``world``."""
+        return cls(mesh.group(axis), axis, ledger)
+
     def even_bounds(self, numel: int) -> list[int]:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
@@ -93,7 +100,9 @@ class ShardGroup:
         if _even(bounds):
             return _Works([dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)])
         shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
-        return _Works([dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)])
+        return _Works(
+            [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)]
+        )
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum ``flat`` over the ranks, in place."""
@@ -140,4 +149,4 @@ class _Returning:
 
 
 def _even(bounds: Sequence[int]) -> bool:
-    return all(b - a == bounds[1] - bounds[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    return all(b - a == bounds[1] - bounds[0] for a, b in itertools.pairwise(bounds))

@@ -48,8 +48,8 @@ def loss_of(output: Any) -> Tensor | LossSum:
     if isinstance(candidate, Tensor) and candidate.numel() == 1:
         return candidate.reshape(())
     raise EngineError(
-        f"the model returned {describe(output)}, which holds no scalar loss: return a 0-dim loss (or .loss, ['loss'], item 0), "
-        "or pass loss_fn to initialize()"
+        f"the model returned {describe(output)}, which holds no scalar loss: return a 0-dim "
+        "loss (or .loss, ['loss'], item 0), or pass loss_fn to initialize()"
     )
 
 

@@ -34,12 +34,12 @@ class DistributedLoader(Iterable[Any]):
     rewind: the next one is the next epoch.
 
     **Iterable datasets** (no ``__getitem__``) must yield the same samples on every rank: do not shard them yourself;
-    see `RankStream`. Their order is their own: ``shuffle`` does not apply, ``set_epoch`` is called where they have it. At
-    most one worker reads them: each further one would have to read the whole stream again, and a dataset that splits
-    itself by ``get_worker_info()`` would lose samples.
+    see `RankStream`. Their order is their own: ``shuffle`` does not apply, ``set_epoch`` is called where they have it.
+    At most one worker reads them: each further one would have to read the whole stream again, and a dataset that
+    splits itself by ``get_worker_info()`` would lose samples.
 
     **Workers** are started by a fork server, because a forked copy of a process that runs gloo, NCCL or CUDA threads
-    may deadlock. So dataset and ``collate_fn`` must be picklable, and a script needs its ``if __name__ == "__main__"``;
+    may deadlock. So dataset and ``collate_fn`` must be picklable and a script needs ``if __name__ == "__main__":``;
     ``multiprocessing_context`` chooses another start method. In each worker the generators of Python, NumPy and torch
     are seeded by (seed, epoch, position, dp_rank, worker). Nothing here draws from the training process's generators.
 
@@ -124,7 +124,7 @@ class DistributedLoader(Iterable[Any]):
             "dataset_length": self.num_samples,
         }
         if self._dataset_state is not None:
-            state["dataset_state"] = {"position": self._dataset_state.position, "state": self._dataset_state.state}
+            state["dataset_state"] = self._dataset_state._asdict()
         return state
 
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
@@ -135,10 +135,6 @@ class DistributedLoader(Iterable[Any]):
         so and the loader begins at epoch 0. Raises EngineError if the position lies inside an optimizer step at a
         place where this layout has no border between micro steps.
         """
-        self._iteration += 1
-        self._begun = False
-        self._dataset_state = None
-        self._position = Position()
         strange = []
         if state["dataset_length"] != self.num_samples:
             strange.append(f"dataset length {state['dataset_length']} (now {self.num_samples})")
@@ -150,6 +146,7 @@ class DistributedLoader(Iterable[Any]):
                 f"the data starts at epoch 0.",
                 stacklevel=2,
             )
+            self._move_to(Position(), None)
             return
         consumed = int(state["consumed_samples_in_epoch"])
         same_batch = saved_layout.global_batch_size == self.split.global_batch_size
@@ -161,9 +158,13 @@ class DistributedLoader(Iterable[Any]):
                 f"{self.split.round_size} samples do not meet it: resume with the micro batch and ranks of the "
                 f"checkpoint, or from a checkpoint that was saved after a whole step."
             )
-        self._position = Position(int(state["epoch"]), consumed, origin)
-        if "dataset_state" in state:
-            self._dataset_state = DatasetState(state["dataset_state"]["position"], state["dataset_state"]["state"])
+        dataset_state = DatasetState(**state["dataset_state"]) if "dataset_state" in state else None
+        self._move_to(Position(int(state["epoch"]), consumed, origin), dataset_state)
+
+    def _move_to(self, position: Position, dataset_state: DatasetState | None) -> None:
+        self._iteration += 1
+        self._begun = False
+        self._position, self._dataset_state = position, dataset_state
 
     # --- batches -------------------------------------------------------------------------------------------
 
@@ -203,8 +204,9 @@ class DistributedLoader(Iterable[Any]):
         if self.num_workers:
             common["worker_init_fn"] = _WorkerSeed(self.seed, epoch, consumed, self.split.dp_rank)
             common["multiprocessing_context"] = self.multiprocessing_context
-            # Without it each worker of each epoch imports torch anew, for seconds. Heeded until the server is started.
-            multiprocessing.set_forkserver_preload(["torch", __name__])
+            if self.multiprocessing_context == "forkserver":
+                # Without it each worker of each epoch imports torch anew, for seconds. Heeded until the server starts.
+                multiprocessing.set_forkserver_preload(["torch", __name__])
         if self.is_stream:
             stream = RankStream(
                 self.dataset, self.split, self._position, self._dataset_state, self.collate_fn, self.drop_last
@@ -212,9 +214,7 @@ class DistributedLoader(Iterable[Any]):
             yield from _start(DataLoader(stream, batch_size=None, collate_fn=_unchanged, **common))
         else:
             indices = self._sample_indices()
-            for batch in _start(
-                DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)
-            ):
+            for batch in _start(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)):
                 yield StreamItem(batch, None)
 
     def _sample_indices(self) -> Iterator[list[int]]:

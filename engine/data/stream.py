@@ -138,4 +138,3 @@ class RankStream(IterableDataset[StreamItem]):
         if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
             return None
         return DatasetState(position, self.dataset.state_dict())  # type: ignore[attr-defined]
-

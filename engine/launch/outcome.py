@@ -69,8 +69,10 @@ def judge(
         return Outcome(1, (f"rank {cause} died (signal {-code}){hint}; go on from the last save with --resume auto",))
     if cause not in messages:
         return Outcome(code, (f"rank {cause} exited with code {code} and left no message",))
-    speakers = [rank for rank in failed if rank == cause or (code == USER_MISTAKE and failed[rank] == USER_MISTAKE)]
-    texts = {messages[rank]: rank for rank in reversed(speakers) if rank in messages}
-    if len(texts) == 1 and len(speakers) == num_ranks:
-        return Outcome(code, tuple(texts))
-    return Outcome(code, tuple(f"rank {texts[text]}: {text}" for text in sorted(texts, key=lambda text: texts[text])))
+    if len(exit_codes) == num_ranks and {messages.get(rank) for rank in exit_codes} == {messages[cause]}:
+        return Outcome(code, (messages[cause],))
+    mistakes = [rank for rank in failed if code == failed[rank] == USER_MISTAKE and rank in messages]
+    told: dict[str, int] = {}
+    for rank in sorted(mistakes or [cause]):
+        told.setdefault(messages[rank], rank)
+    return Outcome(code, tuple(f"rank {rank}: {text}" for text, rank in told.items()))

@@ -46,8 +46,9 @@ class StopRequest:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
-        # Not print: a handler may interrupt a write to the same buffered stream.
-        os.write(2, f"\n{self.signal.name}: finishing the step and saving; once more to stop at once\n".encode())
+        if os.environ.get("RANK", "0") == "0":
+            # Not print: a handler may interrupt a write to the same buffered stream.
+            os.write(2, f"\n{self.signal.name}: finishing the step and saving; once more to stop at once\n".encode())
 
 
 def end_with_launcher(poll_seconds: float = 1.0, grace_seconds: float = 60.0) -> None:

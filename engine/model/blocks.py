@@ -21,7 +21,9 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
             container = model.get_submodule(path)
         except AttributeError:
             known = ", ".join(name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential))
-            raise EngineError(f"model.blocks: the model has no module {path!r}; containers are: {known or 'none'}") from None
+            raise EngineError(
+                f"model.blocks: the model has no module {path!r}; containers are: {known or 'none'}"
+            ) from None
         blocks = list(container.children())
         if not blocks:
             raise EngineError(f"model.blocks: {path!r} is a {type(container).__name__} without modules inside")

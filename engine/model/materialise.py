@@ -53,20 +53,18 @@ class Materialiser:
         meta = [*_meta(module.named_parameters(recurse=False)), *_meta(module.named_buffers(recurse=False))]
         if meta:
             self._fill(module, meta)
-        for key, parameter in module._parameters.items():
-            if parameter is None or not self._first_visit(parameter):
+        for parameter in module.parameters(recurse=False):
+            if not self._first_visit(parameter):
                 continue
             dtype = self._dtype_of(parameter.dtype)
             if parameter.device != self._device or parameter.dtype != dtype:
                 parameter.data = parameter.data.to(self._device, dtype)
             if not meta:
                 self._broadcast(parameter.data)
-            module._parameters[key] = parameter
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                buffer = buffer.to(self._device)
-                self._broadcast(buffer)
-                module._buffers[key] = buffer
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            buffer = buffer.to(self._device)
+            self._broadcast(buffer)
+            setattr(module, key, buffer)
 
     def _first_visit(self, parameter: nn.Parameter) -> bool:
         if parameter in self._replaced:
@@ -76,17 +74,17 @@ class Materialiser:
 
     def _fill(self, module: nn.Module, meta: Iterable[str]) -> None:
         name = self._names[module]
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
                 continue
             if parameter not in self._replaced:
                 real = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
                 self._replaced[parameter] = real
                 self._registry.replace(parameter, real)
-            module._parameters[key] = self._replaced[parameter]
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=self._device)
+            setattr(module, key, self._replaced[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, key, torch.empty_like(buffer, device=self._device))
         filled = False
         with torch.random.fork_rng():
             torch.manual_seed(stream_seed(self._seed, "init", name))
@@ -98,9 +96,9 @@ class Materialiser:
                 filled = True
         if not filled:
             raise EngineError(
-                f"module {name or type(module).__name__} ({type(module).__name__}) was built on the meta device and nothing can "
-                f"fill {', '.join(meta)}: give the class a reset_parameters() method, or the model an _init_weights(module) "
-                "method, or build the model on the CPU"
+                f"module {name or type(module).__name__} ({type(module).__name__}) was built on the meta device and "
+                f"nothing can fill {', '.join(meta)}: give the class a reset_parameters() method, or the model an "
+                "_init_weights(module) method, or build the model on the CPU"
             )
 
 

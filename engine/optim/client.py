@@ -34,9 +34,7 @@ def client_optimizer(
     return made
 
 
-def rebind(
-    optimizer: torch.optim.Optimizer, mapping: Callable[[torch.nn.Parameter], Shards | None]
-) -> EngineOptimizer:
+def rebind(optimizer: torch.optim.Optimizer, mapping: Callable[[torch.nn.Parameter], Shards | None]) -> EngineOptimizer:
     """Put the shards that ``mapping`` gives for a parameter in its place, in every group; options are kept.
 
     ``mapping`` returns (name, local fp32 parameter) pairs, none when this rank holds nothing of the parameter, and None
@@ -50,8 +48,8 @@ def rebind(
     kind = type(optimizer).__name__
     if not _is_fresh(optimizer):
         raise EngineError(
-            f"The {kind} given to initialize() has already stepped: its state belongs to whole parameters and cannot be "
-            "sharded. Build it anew, and resume through load_checkpoint()."
+            f"The {kind} given to initialize() has already stepped: its state belongs to whole parameters and cannot "
+            "be sharded. Build it anew, and resume through load_checkpoint()."
         )
     replaced = [_shards_of_group(kind, index, group, mapping) for index, group in enumerate(optimizer.param_groups)]
     for group, shards in zip(optimizer.param_groups, replaced, strict=True):

@@ -96,7 +96,9 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise EngineError(f"optimizer.type {path!r}: the module {module_name!r} cannot be imported: {error}.") from error
+        raise EngineError(
+            f"optimizer.type {path!r}: the module {module_name!r} cannot be imported: {error}."
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         raise EngineError(f"optimizer.type {path!r}: the module {module_name!r} has no {attribute!r}.")
@@ -106,14 +108,16 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
 
 
 def granularity(optimizer: str | type[torch.optim.Optimizer]) -> Granularity:
-    """Whether an optimizer may step on any 1-D slice of a parameter, or needs ``whole`` parameters (the safe answer)."""
+    """Whether an optimizer may step on any 1-D slice of a parameter, or needs ``whole`` ones (the safe answer)."""
     cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
     return "elementwise" if cls in _ELEMENTWISE else "whole"
 
 
 def fused_arguments(cls: type[torch.optim.Optimizer], device: torch.device) -> dict[str, Any]:
     """``{"fused": True}`` where ``cls`` has a one-kernel step on that kind of device, else torch's own choice."""
-    return {"fused": True} if _has_fused_step(cls, torch.device(device).type) else {}
+    # mypy takes the class's __hash__ for its instances'.
+    fused = _has_fused_step(cls, device.type)  # type: ignore[arg-type]
+    return {"fused": True} if fused else {}
 
 
 @functools.cache
@@ -175,7 +179,9 @@ def _with_param_names(group: dict[str, Any]) -> dict[str, Any]:
 def _build_muon(plan: OptimizerPlan, groups: Sequence[dict[str, Any]]) -> list[torch.optim.Optimizer]:
     stray = sorted(set(plan.params) - {"muon", "adam"})
     if stray:
-        raise EngineError(f"optimizer.params of Muon are split into 'muon' and 'adam'; {', '.join(stray)} is in neither.")
+        raise EngineError(
+            f"optimizer.params of Muon are split into 'muon' and 'adam'; {', '.join(stray)} is in neither."
+        )
     matrices = [_selected(group, matrices=True) for group in groups]
     others = [_selected(group, matrices=False) for group in groups]
     return [
@@ -196,9 +202,13 @@ def _construct(
     cls: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]], params: dict[str, Any], path: str
 ) -> torch.optim.Optimizer:
     if "max_grad_norm" in params:
-        raise EngineError(f"{path}.max_grad_norm is not an optimizer's business here; use the top-level gradient_clipping.")
+        raise EngineError(
+            f"{path}.max_grad_norm is not an optimizer's business here; use the top-level gradient_clipping."
+        )
     check_parameters(cls, params, path)
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    arguments: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in params.items()
+    }
     device = next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
     chosen_by_user = any(arguments.get(key) is not None for key in ("fused", "foreach", "differentiable"))
     # Dampened SGD treats its first step unlike the others, which the fused kernel decides for all parameters at once.

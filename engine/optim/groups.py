@@ -17,14 +17,16 @@ from engine.plan.plan import OptimizerPlan
 
 
 class _Shard(Protocol):
-    info: Any
-    parameter: nn.Parameter
+    @property
+    def info(self) -> Any: ...
+    @property
+    def parameter(self) -> nn.Parameter: ...
 
 
 def shard_groups(
     options: Sequence[Mapping[str, Any]], shards: Sequence[_Shard], num_parameters: int
 ) -> list[dict[str, Any]]:
-    """One torch parameter group per entry of ``options``, with the shards of its parameters (possibly none) in registry order.
+    """One torch parameter group per entry of ``options``, with the shards of its parameters in registry order.
 
     Besides ``params`` and ``names`` a group says where its parameters stand in the whole model (see `Lamb`).
     """

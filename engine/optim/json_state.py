@@ -43,7 +43,9 @@ def _encode(value: Any, where: str) -> Any:
         return _encode_dict(value, where)
     if callable(value):
         return _OMITTED
-    raise EngineError(f"{where} holds a {type(value).__name__}, which has no exact JSON form; leave it out of the state.")
+    raise EngineError(
+        f"{where} holds a {type(value).__name__}, which has no exact JSON form; leave it out of the state."
+    )
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:

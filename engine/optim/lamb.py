@@ -37,7 +37,7 @@ class _Work(NamedTuple):
 
 
 class Lamb(torch.optim.Optimizer):
-    """p -= lr * ratio * u, with u = mh / (sqrt(vh) + eps) + weight_decay * p and ratio = ||p|| / ||u|| (1 if either is 0).
+    """p -= lr * ratio * u, u = mh / (sqrt(vh) + eps) + weight_decay * p, ratio = ||p|| / ||u|| (1 if either norm is 0).
 
     The default is the paper's: m and v are bias-corrected before the ratio is formed, and ratios have no bounds unless
     ``min_coeff``/``max_coeff`` give them. ``compat="deepspeed"`` is DeepSpeed's FusedLamb: u from the uncorrected
@@ -95,7 +95,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratios of the last step, in the order of this rank's parameters (1.0 for one that was not stepped)."""
+        """The trust ratios of the last step, in the order of this rank's parameters; 1.0 for one not stepped."""
         return [self._coefficients.get(parameter, 1.0) for group in self.param_groups for parameter in group["params"]]
 
     def initialize_state(self, params: Iterable[torch.Tensor]) -> None:
@@ -133,7 +133,9 @@ class Lamb(torch.optim.Optimizer):
         """Advance the moments of one group and form its updates u, before the trust ratio."""
         held = [i for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
         params = [group["params"][i] for i in held]
-        positions = [first_position + i for i in held] if self.norm_reduce is None else self._global_positions(group, held)
+        positions = (
+            [first_position + i for i in held] if self.norm_reduce is None else self._global_positions(group, held)
+        )
         adapted = [not self._is_excluded(group, i) for i in held]
         if not params:
             return _Work([], [], [], positions, adapted)
@@ -213,7 +215,9 @@ class Lamb(torch.optim.Optimizer):
             elif self.norm_reduce is None:
                 num_dimensions = group["params"][index].ndim
             else:
-                raise EngineError(f'Lamb with "{ONE_DIMENSIONAL}" on slices needs global_ndim in every parameter group.')
+                raise EngineError(
+                    f'Lamb with "{ONE_DIMENSIONAL}" on slices needs global_ndim in every parameter group.'
+                )
             if num_dimensions <= 1:
                 return True
         patterns = [pattern for pattern in self._excluded if pattern != ONE_DIMENSIONAL]

@@ -97,7 +97,7 @@ class OneCycle(ClosedFormSchedule):
         return maximum * self._decay(self._decay_mom_rate, decayed_steps)
 
     def _fraction(self, num_steps: int) -> float:
-        """How far up the cycle is, 0 at its ends and 1 at its peak. Integers first: a stair begins on its exact step."""
+        """How far up the cycle is, 0 at its ends, 1 at its peak. Integers first: a stair begins on its exact step."""
         if num_steps <= self._first_steps and self._second_steps + self._first_steps > num_steps:
             done, size, stairs = num_steps, self._first_steps, self._first_stairs
         else:

@@ -66,10 +66,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             names = group.get("param_names")
             if names is None or len(names) != len(group["params"]):
                 raise EngineError(f"Parameter group {index} of the optimizer needs one name per parameter.")
-            twice = next((name for name in names if name in seen or names.count(name) > 1), None)
-            if twice is not None:
-                raise EngineError(f"The parameter {twice} is in the optimizer twice; give it to one parameter group.")
-            seen.update(names)
+            for name in names:
+                if name in seen:
+                    raise EngineError(f"The parameter {name} is in the optimizer twice; give it to one group, once.")
+                seen.add(name)
 
     def bind(
         self,

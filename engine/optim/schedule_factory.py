@@ -33,7 +33,8 @@ def available_schedules() -> list[str]:
     found = [
         name
         for name in torch_schedules.__all__
-        if isinstance(getattr(torch_schedules, name, None), type) and name not in (*_NOT_FROM_JSON, *_OWN, "LRScheduler")
+        if isinstance(getattr(torch_schedules, name, None), type)
+        and name not in (*_NOT_FROM_JSON, *_OWN, "LRScheduler")
     ]
     return [*_OWN, *sorted(found)]
 
@@ -71,6 +72,4 @@ def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) 
     except EngineError:
         raise
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise EngineError(
-            f"scheduler.params do not suit {plan.type}: {error}. It takes {described(cls)}."
-        ) from error
+        raise EngineError(f"scheduler.params do not suit {plan.type}: {error}. It takes {described(cls)}.") from error

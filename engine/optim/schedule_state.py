@@ -44,7 +44,7 @@ class ScheduleState:
         if state["type"] != current:
             raise EngineError(
                 f"The checkpoint holds the state of a {state['type']} learning-rate scheduler, but this run uses "
-                f"{current}; use the same scheduler, or load with load_lr_scheduler_states=False to start {current} anew."
+                f"{current}; use the same one, or load with load_lr_scheduler_states=False to start {current} anew."
             )
         # The groups first: a schedule in closed form overrules them with the current config's values.
         saved_groups = decode(state["groups"])

@@ -35,7 +35,9 @@ def per_group(name: str, value: PerGroup, optimizer: torch.optim.Optimizer) -> l
 def whole_number(name: str, value: float, minimum: int) -> int:
     """``value`` as an int of at least ``minimum``; 1e3 is accepted for 1000. Raises EngineError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < minimum:
-        raise EngineError(f"scheduler.params.{name} must be a whole number of steps, at least {minimum}; it is {value!r}.")
+        raise EngineError(
+            f"scheduler.params.{name} must be a whole number of steps, at least {minimum}; it is {value!r}."
+        )
     return int(value)
 
 
@@ -199,7 +201,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Ratios of the optimizer's own lr: warm-up from ``warmup_min_ratio`` to 1, then half a cosine to ``cos_min_ratio``.
+    """Ratios of the optimizer's lr: warm-up from ``warmup_min_ratio`` to 1, then half a cosine to ``cos_min_ratio``.
 
     The very first optimizer step (k = 0) has lr 0 unless there is no warm-up: DeepSpeed's behaviour.
     ``total_num_steps`` counts optimizer steps, whatever the number of ranks and micro-batches.

@@ -49,7 +49,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
         other = total // (factor * dp)
         micro, accumulation = (factor, other) if key == MICRO else (other, factor)
 
-    assert micro is not None and accumulation is not None
+    assert micro is not None
+    assert accumulation is not None
     reason = f"{plural(total, 'sample')} = {micro} micro x {accumulation} accumulation x {dp} dp"
     for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, accumulation)):
         if key in given:
@@ -69,11 +70,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
 
 
 def _report_missing(findings: Findings) -> None:
-    autos = [key for key in (TOTAL, MICRO) if findings.is_auto(key)]
-    if autos:
-        for key in autos:
-            findings.missing(key)
-        return
+    if findings.is_auto(TOTAL) or findings.is_auto(MICRO):
+        return  # listed with the other values that are needed
     findings.problem(
         TOTAL,
         f"no batch size: neither {TOTAL} nor {MICRO} is given",
@@ -90,7 +88,7 @@ def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: 
         repairs.append(f"{MICRO} {total // (accumulation * dp)}")
     findings.problem(
         TOTAL,
-        f"{_named(TOTAL, total, findings)} contradicts {_named(MICRO, micro, findings)} x "
+        f"{total} contradicts {_named(MICRO, micro, findings)} x "
         f"{_named(ACCUMULATION, accumulation, findings)} x {ranks} = {product}",
         found=total,
         allowed=_nearest_multiples(total, micro * accumulation * dp),
@@ -108,10 +106,10 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         options = divisors(total // dp)
         closest = min(options, key=lambda option: (abs(option - factor), option))
         repair += f", or keep it and set {key} to {closest}"
+    arithmetic = f": {total} = {total // unit} x {unit} + {total % unit}" if total > unit else ""
     findings.problem(
         TOTAL,
-        f"{_named(TOTAL, total, findings)} is not a multiple of {by}{ranks}{product}: "
-        f"{total} = {total // unit} x {unit} + {total % unit}",
+        f"{total} is not a multiple of {by}{ranks}{product}{arithmetic}",
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,

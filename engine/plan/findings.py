@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config.messages import Note, Problem
@@ -32,11 +33,6 @@ class Findings:
     def note(self, path: str, message: str) -> None:
         self.notes.append(Note(path, message, self._place(path)[1]))
 
-    def missing(self, path: str) -> None:
-        """``path`` is "auto" and nothing here can say what it should be."""
-        if path not in self.needs_values:
-            self.needs_values.append(path)
-
     def resolved(self, path: str, value: T, reason: str = "", origin: Origin | None = None) -> T:
         self.values.append(Resolved(path, value, origin or self.origin(path), reason))
         return value
@@ -59,7 +55,7 @@ class Findings:
         file, line, _ = self._place(path)
         if file is None:
             return "given" if line is None else f"line {line}"
-        return file if line is None else f"{file}:{line}"
+        return file if line is None else f"{os.path.basename(file)}:{line}"
 
     def _place(self, path: str) -> tuple[str | None, int | None, int | None]:
         return self.config.locate(path)

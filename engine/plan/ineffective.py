@@ -1,6 +1,8 @@
 """Settings of DeepSpeed's that cannot take effect here, each with the reason: one printed note, only when set.
 
-A key is silent where the value that the user gave is what the engine does anyway (``honoured``).
+Keys that mean nothing for any run are remarked on by the config (engine/config/remarks.py); whether those here mean
+something depends on the stage or on the value. A key is silent where the value that the user gave is what the engine
+does anyway (``honoured``).
 """
 
 from __future__ import annotations
@@ -44,10 +46,9 @@ INEFFECTIVE = (
     Ineffective(ZERO + "contiguous_gradients", "gradients always lie in contiguous buckets", (True,)),
     Ineffective(ZERO + "reduce_scatter", "from stage 1 on each gradient goes to its owner only", (True,)),
     Ineffective(ZERO + "overlap_comm", "communication always overlaps where the boundary is known", (True, None)),
-    Ineffective(ZERO + "allgather_partitions", "parameters are always gathered with an all-gather", (True,)),
-    Ineffective(ZERO + "allgather_bucket_size", "parameters are gathered by block, not in buckets of a fixed size"),
+    Ineffective(ZERO + "allgather_bucket_size", "parameters are gathered in the units in which gradients are reduced"),
     Ineffective(ZERO + "use_multi_rank_bucket_allreduce", "a bucket always serves all its owners at once", (True,)),
-    Ineffective(ZERO + "round_robin_gradients", "every rank owns an equal share of every parameter", (False,)),
+    Ineffective(ZERO + "round_robin_gradients", "every rank owns an equal share of every bucket", (False,)),
     Ineffective(ZERO + "load_from_fp32_weights", "masters are always restored from fp32", (True,)),
     Ineffective(ZERO + "elastic_checkpoint", "every checkpoint loads under any world size", (True,)),
     Ineffective(ZERO + "ignore_unused_parameters", "a parameter without a gradient is never an error", (True,)),
@@ -70,10 +71,6 @@ INEFFECTIVE = (
     Ineffective(ZERO + "save_muon_momentum_buffer_in_memory", "momentum is always in memory", (True,)),
     Ineffective("bf16.immediate_grad_update", "gradients accumulate as each one is ready", (True,)),
     Ineffective("fp16.auto_cast", "floating inputs are always cast to the compute dtype", (True,)),
-    Ineffective("zero_allow_untested_optimizer", "every optimizer is allowed at every stage", (True,)),
-    Ineffective("zero_force_ds_cpu_optimizer", "there is no optimizer of our own for the CPU", (False,)),
-    Ineffective("disable_allgather", "DeepSpeed does not read it either", (False,)),
-    Ineffective("graph_harvesting", "clipping is not captured in CUDA graphs", (False,)),
     Ineffective("seq_parallel_communication_data_type", "there is no sequence parallelism in this run"),
 )
 

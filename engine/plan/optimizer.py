@@ -30,9 +30,6 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     section = config.optimizer
     if section is None:
         return None
-    for path in sorted(config.autos):
-        if path.startswith("optimizer."):
-            findings.missing(path)
     name, given = section.type, section.params
     if name is None:
         return None
@@ -50,6 +47,8 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     kept = {key: _frozen(value) for key, value in given.items() if key not in spec.consumed}
     if name == "Muon":
         return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(kept))
+    if name == "Lamb" and given.get("compat") != "deepspeed":
+        findings.note(PATH, "trust ratios are of the bias-corrected update, as in the paper (DeepSpeed: uncorrected)")
     name, changed = _adam_decay(name, given, findings)
     findings.resolved(PATH, name)
     params = {**spec.defaults, **changed, **kept}
@@ -68,7 +67,9 @@ def _check_consumed(name: str, key: str, value: Any, honoured: Any, findings: Fi
         return
     path = f"{PARAMS}.{key}"
     if key in ("bias_correction", "amsgrad"):
-        findings.problem(path, f"{name} is built with {key} {_json(honoured)} only", found=value, allowed=_json(honoured))
+        findings.problem(
+            path, f"{name} is built with {key} {_json(honoured)} only", found=value, allowed=_json(honoured)
+        )
     else:
         reason = {
             "set_grad_none": "gradients are always released after a step",
@@ -87,18 +88,21 @@ def _adam_decay(name: str, given: Mapping[str, Any], findings: Findings) -> tupl
         findings.note(f"{PARAMS}.adam_w_mode", "no effect: AdamW always decays weights apart from the gradient")
     if name == "Adam" and decoupled:
         findings.note(
-            PATH, "Adam means AdamW here, as in DeepSpeed: weights decay apart from the gradient; adam_w_mode false is Adam"
+            PATH,
+            "Adam is AdamW, as in DeepSpeed: weights decay apart from the gradient; adam_w_mode false gives Adam",
         )
     if not decoupled:
         return "Adam", {}
     if given.get("torch_adam") and "weight_decay" not in given:
-        findings.note(f"{PARAMS}.torch_adam", f"weight_decay defaults to torch's {DECOUPLED_DECAY_OF_TORCH:g}, not to 0")
+        findings.note(
+            f"{PARAMS}.torch_adam", f"weight_decay defaults to torch's {DECOUPLED_DECAY_OF_TORCH:g}, not to 0"
+        )
         return "AdamW", {"weight_decay": DECOUPLED_DECAY_OF_TORCH}
     return "AdamW", {}
 
 
 def _muon_groups(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``muon`` for matrices and ``adam`` for the rest; ``lr`` is for both unless ``muon_lr`` or ``adam_lr`` is given."""
+    """``muon`` for matrices, ``adam`` for the rest; ``lr`` is for both unless ``muon_lr`` or ``adam_lr`` is given."""
     muon = dict(MUON_GROUP)
     adam = dict(MUON_ADAM_GROUP)
     for key in ("lr", "weight_decay"):

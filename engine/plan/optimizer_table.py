@@ -54,14 +54,13 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
         "ASGD": OptimizerSpec({"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0}),
         "Adadelta": OptimizerSpec({"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0}),
         "Rprop": OptimizerSpec({"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}),
-        "SparseAdam": OptimizerSpec({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}),
     }
 )
 
 MUON_GROUP: Mapping[str, Any] = MappingProxyType(
     {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original"}
 )
-"""Matrices inside the model, with DeepSpeed's defaults. ``original`` scales an update by sqrt(max(1, rows / columns))."""
+"""Matrices inside the model; DeepSpeed's defaults. ``original`` scales an update by sqrt(max(1, rows / columns))."""
 
 MUON_ADAM_GROUP: Mapping[str, Any] = MappingProxyType(
     {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -69,7 +68,10 @@ MUON_ADAM_GROUP: Mapping[str, Any] = MappingProxyType(
 """Everything else under Muon: embeddings, the output layer, vectors."""
 
 UNUSABLE: Mapping[str, str] = MappingProxyType(
-    {"LBFGS": "evaluates the model several times inside one step, which engine.step() cannot do"}
+    {
+        "LBFGS": "evaluates the model several times inside one step, which engine.step() cannot do",
+        "SparseAdam": "takes sparse gradients, and those of this engine are dense: use Adam",
+    }
 )
 
 DECOUPLED_DECAY_OF_TORCH = 1e-2

@@ -131,7 +131,11 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything build.py needs. ``optimizer``/``schedule`` are None when the JSON has none (the client may bring one)."""
+    """Everything build.py needs.
+
+    ``optimizer`` and ``schedule`` are None where the JSON has none: the client may bring one. ``facts``: the model's,
+    where they were known.
+    """
 
     config: Config
     world: World

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from engine.plan.plan import Dtype, LossScalePlan, PrecisionPlan
 
@@ -17,10 +17,12 @@ ACCUMULATION_DTYPES: dict[Dtype, tuple[Dtype, ...]] = {
 }
 """Which dtypes gradients may be accumulated in, by the dtype of the parameters."""
 
+
 def resolve_precision(config: Config, findings: Findings) -> PrecisionPlan:
     compute = _compute_dtype(config, findings)
     autocast = _autocast_dtype(config, compute, findings)
     _check_parameter_dtype(config, compute, findings)
+    _note_wide_gradients(config, compute, findings)
     safe_modules = config.torch_autocast.lower_precision_safe_modules if autocast else None
     return PrecisionPlan(
         compute=compute,
@@ -38,8 +40,7 @@ def _compute_dtype(config: Config, findings: Findings) -> Dtype:
     if config.fp16.enabled and config.bf16.enabled:
         findings.problem(
             "bf16.enabled",
-            f"fp16 ({findings.source('fp16.enabled')}) and bf16 ({findings.source('bf16.enabled')}) are both on; "
-            "a model computes in one dtype",
+            f"bf16 and fp16 ({findings.source('fp16.enabled')}) are both on; a model computes in one dtype",
             found=True,
             allowed="one of the two",
             repair="switch off the one you do not want",
@@ -68,7 +69,7 @@ def _autocast_dtype(config: Config, compute: Dtype, findings: Findings) -> Dtype
     path = "torch_autocast.dtype"
     if autocast.dtype is None:
         findings.note(path, "torch_autocast without a dtype computes in bf16")
-        return findings.resolved(path, cast("Dtype", "bf16"), "bf16 needs no loss scaling", "default")
+        return findings.resolved(path, "bf16", "bf16 needs no loss scaling", "default")
     return findings.resolved(path, autocast.dtype)
 
 
@@ -79,7 +80,7 @@ def _check_parameter_dtype(config: Config, compute: Dtype, findings: Findings) -
         switch = f"{dtype}.enabled to true" if dtype != "fp32" else f"{compute}.enabled to false"
         findings.problem(
             path,
-            f"data_types.param_dtype is {dtype} but the model computes in {compute}",
+            f"is {dtype}, but the model computes in {compute}",
             found=dtype,
             allowed=compute,
             repair=f"set {switch} or remove param_dtype",
@@ -90,9 +91,7 @@ def _accumulation_dtype(config: Config, compute: Dtype, findings: Findings) -> D
     path = "data_types.grad_accum_dtype"
     dtype = config.data_types.grad_accum_dtype
     if dtype is None:
-        if compute != "fp32":
-            findings.note(path, f"gradients of the {compute} model are accumulated in fp32 (DeepSpeed: in {compute})")
-        return findings.resolved(path, cast("Dtype", "fp32"), "sums of 16-bit gradients lose small terms", "default")
+        return findings.resolved(path, "fp32", "sums of 16-bit gradients lose small terms", "default")
     allowed = ACCUMULATION_DTYPES[compute]
     if dtype not in allowed:
         findings.problem(
@@ -110,10 +109,21 @@ def _reduction_dtype(config: Config, compute: Dtype, findings: Findings) -> Dtyp
     path = "communication_data_type"
     dtype = config.communication_data_type
     if dtype is None:
-        if compute != "fp32":
-            findings.note(path, f"gradients of the {compute} model are reduced in fp32 (DeepSpeed: in {compute})")
-        return findings.resolved(path, cast("Dtype", "fp32"), "averages over ranks keep their small terms", "default")
+        return findings.resolved(path, "fp32", "averages over ranks keep their small terms", "default")
     return findings.resolved(path, dtype)
+
+
+def _note_wide_gradients(config: Config, compute: Dtype, findings: Findings) -> None:
+    """One note where a default of this engine is not DeepSpeed's."""
+    sums = {
+        "accumulated": ("data_types.grad_accum_dtype", config.data_types.grad_accum_dtype),
+        "reduced": ("communication_data_type", config.communication_data_type),
+    }
+    wide = {verb: path for verb, (path, dtype) in sums.items() if dtype is None}
+    if compute == "fp32" or not wide:
+        return
+    message = f"gradients of the {compute} model are {' and '.join(wide)} in fp32 (DeepSpeed: in {compute})"
+    findings.note(next(iter(wide.values())), message)
 
 
 def _check_overflow(config: Config, compute: Dtype, findings: Findings) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
 from engine.plan.plan import Origin, Plan
-from engine.plan.world import describe_world
+
+MAX_COLUMNS = 120
+"""Longer lines are broken between words."""
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -27,7 +30,10 @@ def render_plan(plan: Plan) -> str:
     """
     rows = list(_rows(plan))
     width = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{width}}  {text}" for label, text in rows]
+    lines = []
+    for label, text in rows:
+        first, *more = wrap(text, MAX_COLUMNS - width - 2, break_long_words=False)
+        lines += [f"{label:<{width}}  {first}", *(f"{'':<{width}}    {line}" for line in more)]
     if plan.notes:
         lines.append(plural(len(plan.notes), "note"))
         lines += [f"  {note.render()}" for note in plan.notes]
@@ -39,7 +45,9 @@ def render_values(plan: Plan) -> str:
     rows = [(value.path, _show(value.value), value.origin, value.reason) for value in plan.values]
     paths = max((len(row[0]) for row in rows), default=0)
     values = max((len(row[1]) for row in rows), default=0)
-    return "\n".join(f"{path:<{paths}}  {value:<{values}}  {origin:<7}  {reason}".rstrip() for path, value, origin, reason in rows)
+    return "\n".join(
+        f"{path:<{paths}}  {value:<{values}}  {origin:<7}  {reason}".rstrip() for path, value, origin, reason in rows
+    )
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -61,7 +69,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
 def _world(plan: Plan) -> str:
     world = plan.world
     nodes = f", {world.local_size} per node" if world.local_size != world.size else ""
-    return f"{describe_world(world)} on {world.device}{nodes}"
+    how = f" ({world.how})" if world.how else ""
+    return f"{plural(world.size, 'rank')}{how} on {world.device}{nodes}"
 
 
 def _mesh(plan: Plan) -> str:
@@ -73,12 +82,10 @@ def _mesh(plan: Plan) -> str:
 
 def _batch(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
     batch = plan.batch
-    yield (
-        "batch",
-        f"{plural(batch.global_batch_size, 'sample')}{_mark(origins, 'train_batch_size')} = "
-        f"{batch.micro_batch_size} micro{_mark(origins, 'train_micro_batch_size_per_gpu')} x "
-        f"{batch.accumulation_steps} accumulation{_mark(origins, 'gradient_accumulation_steps')} x {plan.degrees.dp} dp",
-    )
+    total = f"{plural(batch.global_batch_size, 'sample')}{_mark(origins, 'train_batch_size')}"
+    micro = f"{batch.micro_batch_size} micro{_mark(origins, 'train_micro_batch_size_per_gpu')}"
+    accumulation = f"{batch.accumulation_steps} accumulation{_mark(origins, 'gradient_accumulation_steps')}"
+    yield "batch", f"{total} = {micro} x {accumulation} x {plan.degrees.dp} dp"
 
 
 def _precision(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
@@ -109,13 +116,18 @@ def _zero(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]
     zero = plan.zero
     over = f" over {plural(plan.degrees.dp_shard, 'rank')}" if zero.stage else ""
     replicas = f" in {plan.degrees.dp_replicate} replicas" if zero.stage and plan.degrees.dp_replicate > 1 else ""
-    yield "zero", f"stage {zero.stage}{_mark(origins, 'zero_optimization.stage')}: {SHARDED[zero.stage]}{over}{replicas}"
+    yield (
+        "zero",
+        f"stage {zero.stage}{_mark(origins, 'zero_optimization.stage')}: {SHARDED[zero.stage]}{over}{replicas}",
+    )
+    if plan.degrees.dp == 1:
+        return
     if zero.stage < 3:
         mark = _mark(origins, "zero_optimization.reduce_bucket_size")
-        yield "", f"gradients travel in buckets of {zero.bucket_elements} elements{mark}"
+        yield "", f"gradients travel in buckets of {zero.bucket_elements:,} elements{mark}"
         return
     mark = _mark(origins, "zero_optimization.prefetch_bucket_size")
-    yield "", f"blocks are gathered in groups of {zero.group_elements} elements{mark}"
+    yield "", f"blocks are gathered in groups of {zero.group_elements:,} elements{mark}"
     if zero.reshard_after_forward is not True:
         yield "", f"after forward, parameters stay sharded over {zero.reshard_after_forward} ranks"
 
@@ -127,9 +139,8 @@ def _optimizer(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str,
         return
     groups = {key: value for key, value in optimizer.params.items() if isinstance(value, dict)}
     if optimizer.type == "Muon" and groups:
-        for index, (name, params) in enumerate(groups.items()):
-            label, head = ("optimizer", "Muon") if index == 0 else ("", "    ")
-            yield label, f"{head} {name}: {_params(params, {}, '')}"
+        yield "optimizer", f"Muon for matrices: {_params(groups['muon'], {}, '')}"
+        yield "", f"Adam for the rest: {_params(groups['adam'], {}, '')}"
         return
     params = _params(optimizer.params, origins, "optimizer.params.")
     yield "optimizer", f"{optimizer.type}{': ' if params else ''}{params}"
@@ -138,7 +149,7 @@ def _optimizer(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str,
 def _schedule(plan: Plan, origins: Mapping[str, Origin]) -> str:
     schedule = plan.schedule
     if schedule is None:
-        return "none: the learning rate is constant, or follows the scheduler passed to initialize()"
+        return "none in the config: a constant learning rate, or the scheduler passed to initialize()"
     params = {key: "the optimizer's lr" if value is None and key == "warmup_max_lr" else value
               for key, value in schedule.params.items()}  # fmt: skip
     text = _params(params, origins, "scheduler.params.")
@@ -170,12 +181,15 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "memory",
         f"per rank {total}{format_bytes(estimate.parameter_bytes)} parameters, "
-        f"{format_bytes(estimate.gradient_bytes)} gradients, {optimizer} optimizer state{gathered}; activations come on top",
+        f"{format_bytes(estimate.gradient_bytes)} gradients, {optimizer} optimizer state{gathered}; "
+        "activations come on top",
     )
 
 
 def _params(params: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str) -> str:
-    return ", ".join(f"{key} {_show(value)}{_mark(origins, prefix + key)}" for key, value in params.items() if value is not None)
+    return ", ".join(
+        f"{key} {_show(value)}{_mark(origins, prefix + key)}" for key, value in params.items() if value is not None
+    )
 
 
 def _mark(origins: Mapping[str, Origin], path: str) -> str:

@@ -52,16 +52,11 @@ def all_problems(findings: Findings) -> list[Problem]:
     """The problems, with one more for all the values that are still "auto"."""
     problems = list(findings.problems)
     if findings.needs_values:
-        paths = ", ".join(findings.needs_values)
-        problems.append(
-            Problem(
-                findings.needs_values[0],
-                f'"auto" must be given a value here: {paths}',
-                code=NEEDS_VALUES,
-                found="auto",
-                repair="write a value, or pass it with --set PATH=VALUE or initialize(auto={...})",
-            )
-        )
+        first, *_ = sorted(findings.needs_values)
+        file, line, column = findings.config.locate(first)
+        message = f'needs a value here in place of "auto": {", ".join(findings.needs_values)}'
+        repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
+        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair))
     return problems
 
 
@@ -71,7 +66,6 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     check_device(config, world, findings)
     check_local_ranks(world, findings)
     check_not_built(config, findings)
-    check_autos(config, findings)
     degrees = resolve_degrees(config, world, findings)
     batch = resolve_batch(config, world, degrees, findings)
     precision = resolve_precision(config, findings)
@@ -79,6 +73,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     clipping = resolve_clipping(config, findings)
     optimizer = resolve_optimizer(config, findings)
     schedule = resolve_schedule(config, optimizer, findings)
+    check_autos(config, findings)
     seed = findings.resolved("seed", config.seed)
     note_ineffective(config, findings)
     note_vocabulary(config, findings)

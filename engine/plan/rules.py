@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.config.auto import needs_values
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import Degrees, World
 
@@ -29,7 +30,7 @@ def check_device(config: Config, world: World, findings: Findings) -> None:
         return
     findings.problem(
         "device",
-        f"the config asks for {wanted}, and this machine has no {wanted} device that torch can use (found: {world.device})",
+        f"the config asks for {wanted}, and torch finds no {wanted} device here, only {world.device}",
         found=wanted,
         allowed=f"{world.device}, auto",
         repair='install a build of torch for the device, or set "device" to "cpu"',
@@ -51,45 +52,13 @@ def check_local_ranks(world: World, findings: Findings) -> None:
 def check_not_built(config: Config, findings: Findings) -> None:
     """Features that are switched on, that DeepSpeed has, and that this engine lacks."""
     for path in config.not_built:
-        findings.problem(path, f"{path} is valid, but not built here", code="not-built", repair="switch it off")
+        findings.problem(path, "is valid, but not built here", code="not-built", repair="switch it off")
 
 
 def check_autos(config: Config, findings: Findings) -> None:
-    """What is still "auto" and has no meaning of its own here needs a value; see `AUTO_DEFAULTS`."""
-    for path in sorted(config.autos):
-        if path in _RESOLVED_ELSEWHERE or path.startswith(("optimizer.", "scheduler.")):
-            continue
-        if any(path == key or (key.endswith(".") and path.startswith(key)) for key in AUTO_DEFAULTS):
-            if path in ("bf16.enabled", "fp16.enabled"):
-                findings.note(path, '"auto" is false when nothing else decides')
-            continue
-        findings.missing(path)
-
-
-_RESOLVED_ELSEWHERE = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
-)
-
-AUTO_DEFAULTS = (
-    "fp16.",
-    "bf16.",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.prefetch_bucket_size",
-    "zero_optimization.param_persistence_threshold",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.max_live_parameters",
-    "zero_optimization.max_reuse_distance",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.reduce_scatter",
-    "communication_data_type",
-    "data_types.",
-    "torch_autocast.dtype",
-    "device",
-    "seed",
-)
-"""Keys whose "auto" means the default or the derived value here; a trailing dot covers a whole section."""
+    """What still says "auto" and that neither the config's table (engine/config/auto.py) nor a rule resolves."""
+    resolved = {value.path for value in findings.values if value.origin == "auto"}
+    findings.needs_values += [path for path in needs_values(config) if path not in resolved]
 
 
 def note_vocabulary(config: Config, findings: Findings) -> None:

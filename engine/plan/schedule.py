@@ -27,8 +27,6 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
     section = config.scheduler
     if section is None:
         return None
-    if findings.is_auto(PATH):
-        findings.missing(PATH)
     if section.type is None:
         return None
     name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
@@ -36,19 +34,20 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
         repair = "pass lr_scheduler to initialize()"
         findings.problem(PATH, f"{name} {UNUSABLE[name]}, which JSON cannot hold", found=name, repair=repair)
         return None
+    spec = KNOWN.get(name)
+    if spec is None:
+        repair = "pass lr_scheduler to initialize() for a class of your own"
+        findings.problem(PATH, f"there is no schedule {name}", found=name, allowed=", ".join(KNOWN), repair=repair)
+        return None
     if config.optimizer is None:
         findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
-    spec = KNOWN.get(name)
-    params = {**(spec.defaults if spec else {}), **section.params}
+    params = {**spec.defaults, **section.params}
     _fill_autos(spec, params, config, optimizer, findings)
-    if spec is None:
-        findings.resolved(PATH, name, "a class of your own; its parameters are checked when it is made")
-        return SchedulePlan(name, params)
     if name in TORCH:
         _check_names(name, spec, section.params, findings)
     _fill_required(name, spec, params, config, findings)
     _check_steps(name, params, findings)
-    _note_length(name, spec, params, config, findings)
+    _check_length(name, spec, params, config, findings)
     findings.resolved(PATH, name)
     told = {resolved.path for resolved in findings.values}
     for key, value in params.items():
@@ -59,7 +58,7 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
 
 
 def _fill_autos(
-    spec: ScheduleSpec | None,
+    spec: ScheduleSpec,
     params: dict[str, Any],
     config: Config,
     optimizer: OptimizerPlan | None,
@@ -72,14 +71,10 @@ def _fill_autos(
         if not path.startswith(PARAMS + "."):
             continue
         key = path.removeprefix(PARAMS + ".")
-        if spec is not None and key in spec.lengths and steps is not None:
+        if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "auto")
-        elif key == "warmup_min_lr":
-            params[key] = findings.resolved(path, 0.0, "a warm-up starts at nothing", "auto")
         elif key == "warmup_max_lr" and peak is not None:
             params[key] = findings.resolved(path, peak, "the optimizer's lr", "auto")
-        else:
-            findings.missing(path)
 
 
 def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findings: Findings) -> None:
@@ -95,14 +90,15 @@ def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findin
             )
 
 
-def _fill_required(
-    name: str, spec: ScheduleSpec, params: dict[str, Any], config: Config, findings: Findings
-) -> None:
+def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config: Config, findings: Findings) -> None:
     """A length that is left out is the run's own, where that is known."""
     steps = config.training.steps
-    for key in spec.required:
+    required = spec.required
+    if name == "OneCycleLR" and not {"epochs", "steps_per_epoch"} <= params.keys():
+        required = (*required, "total_steps")
+    for key in required:
         path = f"{PARAMS}.{key}"
-        if key in params or path in findings.needs_values:
+        if key in params or findings.is_auto(path):
             continue
         if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "derived")
@@ -115,25 +111,28 @@ def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> No
     for key in ("lr_range_test_step_size", "cycle_first_step_size"):
         value = params.get(key, 1)
         if not isinstance(value, int) or value < 1:
-            findings.problem(f"{PARAMS}.{key}", f"{name} cycles over {value} steps", found=value, allowed="an integer >= 1")
+            findings.problem(
+                f"{PARAMS}.{key}", f"{name} cycles over {value} steps", found=value, allowed="an integer >= 1"
+            )
 
 
-def _note_length(
-    name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings
-) -> None:
-    """Lengths that do not fit together are legal, and rarely meant."""
+def _check_length(name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings) -> None:
+    """Lengths that do not fit together are rarely meant."""
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
     if warmup is not None and total is not None and warmup > total:
         findings.note(
             f"{PARAMS}.warmup_num_steps",
-            f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to its "
-            "end in one step when the warm-up is over",
+            f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to "
+            "its end in one step when the warm-up is over",
         )
     steps = config.training.steps
     for key in spec.lengths:
         length = params.get(key)
-        if steps is not None and isinstance(length, int) and length < steps:
-            findings.note(
-                f"{PARAMS}.{key}",
-                f"{name} ends after {length} of the {steps} training steps: the last {steps - length} run at its end value",
-            )
+        if steps is None or not isinstance(length, int) or length >= steps:
+            continue
+        path, fact = f"{PARAMS}.{key}", f"{name} ends after {length} of the {steps} training steps"
+        if name == "OneCycleLR":
+            findings.problem(path, f"{fact}, and refuses to go on", found=length, allowed=f"at least {steps}")
+        else:
+            then = "rises again" if name == "CosineAnnealingLR" else "stays at its end value"
+            findings.note(path, f"{fact}: for the last {steps - length} the learning rate {then}")

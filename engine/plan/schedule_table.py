@@ -73,6 +73,7 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
 """DeepSpeed's schedules with DeepSpeed's defaults."""
 
 _LAST = ("last_epoch",)
+_SHAPE = ("pct_start", "anneal_strategy", "div_factor", "final_div_factor", "three_phase")
 _MOMENTUM = ("cycle_momentum", "base_momentum", "max_momentum")
 
 TORCH: Mapping[str, ScheduleSpec] = MappingProxyType(
@@ -93,8 +94,7 @@ TORCH: Mapping[str, ScheduleSpec] = MappingProxyType(
         "OneCycleLR": ScheduleSpec(
             ("max_lr",),
             {},
-            ("total_steps", "epochs", "steps_per_epoch", "pct_start", "anneal_strategy", "div_factor")
-            + ("final_div_factor", "three_phase", *_MOMENTUM, *_LAST),
+            ("total_steps", "epochs", "steps_per_epoch", *_SHAPE, *_MOMENTUM, *_LAST),
             ("total_steps",),
         ),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from engine.config.messages import Note, Problem
+from engine.config.messages import ConfigError, Note, Problem
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import World
 from engine.plan.resolve import NOT_BUILT, examine
@@ -46,7 +46,9 @@ class Verdict:
                 "invalid": f"invalid: {len(self.problems)} problem{'' if len(self.problems) == 1 else 's'}",
             }[self.kind]
         ]
-        if self.kind == "not-built" and self.needs_values:
+        if self.not_built and self.kind != "not-built":
+            lines.append(f"not built here: {', '.join(self.not_built)}")
+        if self.needs_values and self.kind != "needs-values":
             lines.append(f"needs values: {', '.join(self.needs_values)}")
         lines += [f"  {problem.render()}" for problem in self.problems]
         lines += [f"  note: {note.render()}" for note in self.notes]
@@ -56,7 +58,7 @@ class Verdict:
 def verdict(config: Config, world: World | None = None, facts: ModelFacts | None = None) -> Verdict:
     """Judges ``config`` for ``world`` (one process by default) without raising."""
     _, findings = examine(config, world or World(), facts)
-    problems = tuple(problem for problem in findings.problems if problem.code != NOT_BUILT)
+    problems = ConfigError(problem for problem in findings.problems if problem.code != NOT_BUILT).problems
     not_built = tuple(problem.path for problem in findings.problems if problem.code == NOT_BUILT)
     needs_values = tuple(findings.needs_values)
     kind: VerdictKind = (

@@ -16,7 +16,7 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def describe_world(world: World) -> str:
-    """``world size 2 (torchrun variables)``: the size and how it was found."""
+    """``world size 2 (torchrun variables)``: the size and how it was found, as far as that is known."""
     return f"world size {world.size} ({world.how})" if world.how else f"world size {world.size}"
 
 
@@ -38,8 +38,8 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
     if zero.stage != 3:
         findings.problem(
             MICS,
-            f"mics_shard_size {size} shards parameters in groups of ranks, which needs ZeRO stage 3; "
-            f"the stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"parameters in shards of {size} ranks need stage 3; "
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
             found=size,
             allowed="-1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove mics_shard_size",
@@ -48,8 +48,8 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
     if dp % size:
         findings.problem(
             MICS,
-            f"mics_shard_size {size} does not divide the {plural(dp, 'data-parallel rank')} of "
-            f"{describe_world(world)}: {dp} = {dp // size} x {size} + {dp % size}",
+            f"{size} does not divide the {plural(dp, 'data-parallel rank')} of "
+            f"{describe_world(world)}{_remainder(dp, size)}",
             found=size,
             allowed=", ".join(map(str, divisors(dp))),
             repair="choose one of the divisors or change the number of ranks",
@@ -67,8 +67,8 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
     if zero.stage != 3:
         findings.problem(
             HPZ,
-            f"zero_hpz_partition_size {size} keeps a second copy of sharded parameters, which needs ZeRO stage 3; "
-            f"the stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"a second copy of sharded parameters over {size} ranks needs stage 3; "
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
             found=size,
             allowed="1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove zero_hpz_partition_size",
@@ -78,14 +78,17 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
     if shard % size:
         findings.problem(
             HPZ,
-            f"zero_hpz_partition_size {size} does not divide the {plural(shard, 'rank')} a parameter is sharded over: "
-            f"{shard} = {shard // size} x {size} + {shard % size}",
+            f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over{_remainder(shard, size)}",
             found=size,
             allowed=", ".join(map(str, divisors(shard))),
             repair="choose one of the divisors or change the number of ranks",
         )
         return True
     if size == shard:
-        findings.note(HPZ, f"zero_hpz_partition_size {size} is the whole shard group: the same as plain stage 3")
+        findings.note(HPZ, f"{size} is the whole shard group: the same as plain stage 3")
         return True
     return findings.resolved(HPZ, size, f"a second copy is kept in groups of {size} ranks between forward and backward")
+
+
+def _remainder(ranks: int, size: int) -> str:
+    return f": {ranks} = {ranks // size} x {size} + {ranks % size}" if ranks > size else ""

@@ -52,12 +52,12 @@ def _predivide_factor(config: Config, degrees: Degrees, reduce_op: str, findings
     factor = config.gradient_predivide_factor
     path = "gradient_predivide_factor"
     if reduce_op == "sum":
-        for key in ("prescale_gradients", path):
-            if findings.is_given(key) and getattr(config, key) not in (False, 1.0):
-                findings.note(key, "gradient_allreduce_op is sum, which divides nothing: no effect")
+        for key, acts in (("prescale_gradients", config.prescale_gradients), (path, factor != 1.0)):
+            if acts:
+                findings.note(key, "no effect: gradient_allreduce_op is sum, which divides nothing")
         return 1.0
     if not config.prescale_gradients:
         return findings.resolved(path, float(factor)) if factor != 1.0 else 1.0
     if factor != 1.0:
-        findings.note(path, "prescale_gradients divides by all data-parallel ranks beforehand: no effect, as in DeepSpeed")
+        findings.note(path, "no effect, as in DeepSpeed: prescale_gradients divides by all ranks beforehand")
     return findings.resolved(path, float(degrees.dp), "prescale_gradients divides before the reduction", "derived")

@@ -43,11 +43,11 @@ class Health:
             log.warning("step %d skipped: a gradient is not finite%s%s", report.step, where, scaling)
         if precision.exhausted:
             raise RunFailed(
-                f"step {report.step}: a gradient is not finite{where} at the smallest loss scale, {report.loss_scale:g} "
-                "(fp16.min_loss_scale); the model diverges, or fp16 is too narrow for it: try bf16"
+                f"step {report.step}: a gradient is not finite{where} at the smallest loss scale, "
+                f"{report.loss_scale:g} (fp16.min_loss_scale); the model diverges, or needs bf16"
             )
         if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
             raise RunFailed(
-                f"step {report.step}: {MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, each for a gradient that is not "
-                f"finite{where}; the model diverges"
+                f"step {report.step}: {MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, each for a gradient that is "
+                f"not finite{where}; the model diverges"
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from engine.contracts import StepReport, Watcher
 from engine.watch.scalars import StepClock, finite_or_none
@@ -82,3 +83,18 @@ def length_before_step(path: Path, step: int) -> int:
                 break
             length_bytes += len(line)
     return length_bytes
+
+
+def last_metrics(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a metrics file; None if there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 4096))
+        lines = [line for line in file if line.endswith(b"\n")]
+    try:
+        last: dict[str, Any] = json.loads(lines[-1])
+    except (ValueError, IndexError):
+        return None
+    return last

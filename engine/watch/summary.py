@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,18 @@ if TYPE_CHECKING:
     from engine.plan import Plan
 
 
+@dataclass(frozen=True)
+class Counters:
+    """How far the run is, steps before a resume included."""
+
+    steps: int
+    skipped_steps: int
+    samples: int
+    tokens: int
+
+
 class Summary(Watcher):
-    """Collects the last report and the last evaluation; `write` makes the file, once, at the end.
+    """Measures the run and keeps its last evaluation; `build` makes the content of the file, at the end.
 
     `tokens_per_second` is the mean over the steps of this process (a resumed run counts from where it resumed),
     evaluations left out; `seconds` is the wall-clock time since the start, all included.
@@ -26,7 +37,6 @@ class Summary(Watcher):
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._clock = StepClock()
-        self._report: StepReport | None = None
         self._metrics: dict[str, float] = {}
         self._step_seconds = 0.0
         self._tokens = 0.0
@@ -37,7 +47,6 @@ class Summary(Watcher):
 
     def on_step(self, report: StepReport) -> None:
         seconds, tokens_per_second = self._clock.measure(report)
-        self._report = report
         self._step_seconds += seconds
         self._tokens += tokens_per_second * seconds
 
@@ -48,21 +57,19 @@ class Summary(Watcher):
     def build(
         self,
         *,
+        counters: Counters,
+        train_loss: float | None,
+        bigram_entropy: float | None,
         world_size: int,
         config_hash: str,
-        bigram_entropy: float | None,
         peak_memory_bytes_per_rank: Sequence[int],
     ) -> dict[str, Any]:
         """The summary as JSON values. Losses and `bigram_entropy` in nats per token; null where unknown."""
-        report = self._report
         return {
-            "train_loss": finite_or_none(report.loss if report else None),
+            "train_loss": finite_or_none(train_loss),
             "validation_loss": finite_or_none(self._metrics.get("eval_loss")),
             "bigram_entropy": finite_or_none(bigram_entropy),
-            "steps": report.step if report else 0,
-            "skipped_steps": report.skipped_steps if report else 0,
-            "samples": report.samples if report else 0,
-            "tokens": report.tokens_seen if report else 0,
+            **asdict(counters),
             "seconds": time.perf_counter() - self._start,
             "tokens_per_second": self._tokens / self._step_seconds if self._step_seconds else 0.0,
             "peak_memory_bytes_per_rank": list(peak_memory_bytes_per_rank),

@@ -35,8 +35,16 @@ class GPT(nn.Module):
     """``input_ids`` and ``labels``: (batch, length <= sequence_length) int64. Returns the mean loss (0-dim) in nats
     per token when labels are given, else logits (batch, length, vocabulary_size)."""
 
-    def __init__(self, vocabulary_size: int = 256, num_blocks: int = 8, width: int = 96, num_heads: int = 4,
-                 sequence_length: int = 128, dropout: float = 0.0, tie_embeddings: bool = True) -> None:
+    def __init__(
+        self,
+        vocabulary_size: int = 256,
+        num_blocks: int = 8,
+        width: int = 96,
+        num_heads: int = 4,
+        sequence_length: int = 128,
+        dropout: float = 0.0,
+        tie_embeddings: bool = True,
+    ) -> None:
         super().__init__()
         self.sequence_length, self.num_blocks = sequence_length, num_blocks
         self.token_embedding = nn.Embedding(vocabulary_size, width)
@@ -67,8 +75,9 @@ class GPT(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     @torch.no_grad()
-    def generate(self, prompt_ids: Tensor, num_tokens: int, temperature: float = 1.0,
-                 generator: torch.Generator | None = None) -> Tensor:
+    def generate(
+        self, prompt_ids: Tensor, num_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
         """Append ``num_tokens`` sampled tokens to ``prompt_ids`` (batch, length); temperature 0 takes the likeliest."""
         ids = prompt_ids
         for _ in range(num_tokens):

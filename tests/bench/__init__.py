@@ -1,0 +1,1 @@
+"""Our own measurements, run by hand: engines side by side (run.py) and start-up (startup.py)."""

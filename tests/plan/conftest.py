@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from engine.config import load_config
 from engine.config.messages import ConfigError, Problem
 from engine.plan import ModelFacts, Plan, World, plan

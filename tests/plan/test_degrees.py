@@ -10,7 +10,9 @@ MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_par
 
 
 @pytest.mark.parametrize(("stage", "replicate", "shard"), [(0, 6, 1), (1, 1, 6), (2, 1, 6), (3, 1, 6)])
-def test_stage_zero_replicates_and_the_others_shard(make_plan: MakePlan, stage: int, replicate: int, shard: int) -> None:
+def test_stage_zero_replicates_and_the_others_shard(
+    make_plan: MakePlan, stage: int, replicate: int, shard: int
+) -> None:
     made = make_plan({"zero_optimization": {"stage": stage}}, 6)
     assert (made.degrees.dp_replicate, made.degrees.dp_shard, made.degrees.dp) == (replicate, shard, 6)
     assert made.zero.reshard_after_forward is (stage == 3)
@@ -61,5 +63,3 @@ def test_more_ranks_than_accelerators(problems_of: ProblemsOf, make_plan: MakePl
     (problem,) = problems_of({}, 4, device="cuda", device_count=2)
     assert "4 ranks" in problem.message
     assert make_plan({}, 4, device="cuda", device_count=4).degrees.dp == 4
-
-

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from engine.plan import MemoryEstimate, ModelFacts, estimate_memory
 from engine.plan.estimates import MOMENTS, format_bytes
 from engine.plan.optimizer_table import OPTIMIZERS
-
 from tests.plan.conftest import MakePlan
 
 FACTS = ModelFacts(num_parameters=1000, num_trainable_parameters=1000, blocks=("h.0", "h.1"), num_block_parameters=300)

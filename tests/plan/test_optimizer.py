@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from engine.plan import OptimizerPlan
 from engine.plan.optimizer_table import OPTIMIZERS
-
 from tests.plan.conftest import MakePlan, ProblemsOf, messages
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -53,7 +53,9 @@ def test_torch_adam_brings_torchs_default_decay(make_plan: MakePlan) -> None:
 
 
 def test_switches_of_deepspeed_do_not_reach_the_constructor(make_plan: MakePlan) -> None:
-    made = make_plan(section("AdamW", bias_correction=True, set_grad_none=True, fp32_optimizer_states=True, betas=[0.8, 0.9]))
+    made = make_plan(
+        section("AdamW", bias_correction=True, set_grad_none=True, fp32_optimizer_states=True, betas=[0.8, 0.9])
+    )
     assert made.optimizer == OptimizerPlan("AdamW", {**ADAM, "betas": (0.8, 0.9)})
     assert not messages(made, "optimizer.params.set_grad_none")
     assert messages(make_plan(section("AdamW", set_grad_none=False)), "optimizer.params.set_grad_none")
@@ -81,10 +83,25 @@ def test_muon_has_two_groups(make_plan: MakePlan) -> None:
     made = make_plan(section("Muon")).optimizer
     assert made is not None
     assert made.params == {
-        "muon": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original"},
+        "muon": {
+            "lr": 0.02,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "nesterov": True,
+            "ns_steps": 5,
+            "adjust_lr_fn": "original",
+        },
         "adam": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
     }
-    params = {"lr": 0.1, "adam_lr": 0.2, "momentum": 0.8, "betas": [0.5, 0.6], "eps": 1e-5, "weight_decay": 0.3, "ns_steps": 3}
+    params = {
+        "lr": 0.1,
+        "adam_lr": 0.2,
+        "momentum": 0.8,
+        "betas": [0.5, 0.6],
+        "eps": 1e-5,
+        "weight_decay": 0.3,
+        "ns_steps": 3,
+    }
     made = make_plan(section("muon", **params)).optimizer
     assert made is not None
     muon, adam = made.params["muon"], made.params["adam"]
@@ -96,8 +113,9 @@ def test_muon_has_two_groups(make_plan: MakePlan) -> None:
 
 
 def test_a_dotted_path_keeps_its_parameters(make_plan: MakePlan) -> None:
-    made = make_plan(section("my.package.Optimizer", rate=3, max_grad_norm=1))
-    assert made.optimizer == OptimizerPlan("my.package.Optimizer", {"rate": 3, "max_grad_norm": 1})
+    made = make_plan(section("my.package.Optimizer", rate=3, betas=[0.1, 0.2]))
+    assert made.optimizer == OptimizerPlan("my.package.Optimizer", {"rate": 3, "betas": [0.1, 0.2]})
+    assert make_plan(section("my.package:Optimizer")).optimizer == OptimizerPlan("my.package.Optimizer", {})
 
 
 def test_torchs_own_defaults_where_deepspeed_has_none(make_plan: MakePlan) -> None:
@@ -106,29 +124,27 @@ def test_torchs_own_defaults_where_deepspeed_has_none(make_plan: MakePlan) -> No
     assert (sgd.params["lr"], sgd.params["momentum"], sgd.params["nesterov"]) == (0.1, 0.9, False)
 
 
-@pytest.mark.parametrize(("written", "meant"), [("AdmaW", "AdamW"), ("adafactr", "Adafactor"), ("SDG", "SGD")])
-def test_an_unknown_name_gets_the_nearest(problems_of: ProblemsOf, written: str, meant: str) -> None:
-    (problem,) = problems_of(section(written))
-    assert problem.path == "optimizer.type"
-    assert meant in problem.repair
-    assert "dotted path" in problem.allowed
-
-
 @pytest.mark.parametrize("name", ["OneBitAdam", "onebitlamb", "MuSGD"])
 def test_what_deepspeed_has_and_this_engine_lacks(problems_of: ProblemsOf, name: str) -> None:
     (problem,) = problems_of(section(name))
     assert (problem.path, problem.code) == ("optimizer.type", "not-built")
 
 
-def test_an_optimizer_that_drives_the_model_itself(problems_of: ProblemsOf) -> None:
+def test_optimizers_that_cannot_work_here(problems_of: ProblemsOf) -> None:
     (problem,) = problems_of(section("LBFGS"))
     assert "several times" in problem.message
+    (problem,) = problems_of(section("SparseAdam"))
+    assert "sparse" in problem.message
 
 
-def test_unresolved_parameters_are_one_list(problems_of: ProblemsOf) -> None:
-    (problem,) = problems_of(section("AdamW", lr="auto", weight_decay="auto", eps=1e-7))
+def test_lamb_says_that_it_is_the_papers(make_plan: MakePlan) -> None:
+    assert "paper" in messages(make_plan(section("Lamb")), "optimizer.type")[0]
+
+
+def test_unresolved_parameters_are_one_list_and_others_have_defaults(problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("AdamW", lr="auto", foreach="auto", weight_decay="auto"))
     assert problem.code == "needs-values"
-    assert "optimizer.params.lr, optimizer.params.weight_decay" in problem.message
+    assert "optimizer.params.foreach, optimizer.params.lr" in problem.message
 
 
 def test_origins(make_plan: MakePlan) -> None:

@@ -13,7 +13,12 @@ ON = {"enabled": True}
 
 def test_fp32_by_default(make_plan: MakePlan) -> None:
     precision = make_plan({}).precision
-    assert (precision.compute, precision.accumulate, precision.reduce, precision.autocast) == ("fp32", "fp32", "fp32", None)
+    assert (precision.compute, precision.accumulate, precision.reduce, precision.autocast) == (
+        "fp32",
+        "fp32",
+        "fp32",
+        None,
+    )
     assert precision.buffers is None
     assert precision.check_overflow
     assert not precision.loss_scale.dynamic
@@ -24,8 +29,10 @@ def test_fp32_by_default(make_plan: MakePlan) -> None:
 def test_sixteen_bit_models_accumulate_and_reduce_in_fp32_and_say_so(make_plan: MakePlan, dtype: str) -> None:
     made = make_plan({dtype: ON})
     assert (made.precision.compute, made.precision.accumulate, made.precision.reduce) == (dtype, "fp32", "fp32")
-    assert dtype in messages(made, "data_types.grad_accum_dtype")[0]
-    assert dtype in messages(made, "communication_data_type")[0]
+    (note,) = messages(made, "data_types.grad_accum_dtype")
+    assert f"the {dtype} model are accumulated and reduced in fp32" in note
+    (note,) = messages(make_plan({dtype: ON, "data_types": {"grad_accum_dtype": dtype}}), "communication_data_type")
+    assert "are reduced in fp32" in note
     asked = make_plan({dtype: ON, "data_types": {"grad_accum_dtype": dtype}, "communication_data_type": dtype})
     assert (asked.precision.accumulate, asked.precision.reduce) == (dtype, dtype)
     assert not messages(asked, "data_types.grad_accum_dtype")
@@ -33,7 +40,9 @@ def test_sixteen_bit_models_accumulate_and_reduce_in_fp32_and_say_so(make_plan: 
 
 
 @pytest.mark.parametrize(("model", "accumulate"), [(None, "bf16"), (None, "fp16"), ("bf16", "fp16"), ("fp16", "bf16")])
-def test_accumulation_dtypes_that_do_not_go_together(problems_of: ProblemsOf, model: str | None, accumulate: str) -> None:
+def test_accumulation_dtypes_that_do_not_go_together(
+    problems_of: ProblemsOf, model: str | None, accumulate: str
+) -> None:
     settings: dict[str, Any] = {"data_types": {"grad_accum_dtype": accumulate}}
     (problem,) = problems_of(settings | ({model: ON} if model else {}))
     assert problem.path == "data_types.grad_accum_dtype"
@@ -61,7 +70,9 @@ def test_autocast(make_plan: MakePlan) -> None:
     assert (made.precision.compute, made.precision.autocast) == ("fp32", "bf16")
     assert messages(made, "torch_autocast.dtype")
     assert made.precision.autocast_safe_modules is None
-    made = make_plan({"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Linear"]}})
+    made = make_plan(
+        {"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    )
     assert made.precision.autocast_safe_modules == ("torch.nn.Linear",)
     assert not messages(made, "torch_autocast.dtype")
     assert not made.precision.loss_scale.dynamic

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from textwrap import dedent
-
 from engine.plan import ModelFacts, render_values
-
 from tests.plan.conftest import MakePlan
 
 SETTINGS = {
@@ -20,11 +17,32 @@ SETTINGS = {
 }
 FACTS = ModelFacts(12_000_000, 10_000_000, blocks=tuple(f"h.{index}" for index in range(8)))
 
+SUMMARY = """\
+world      2 ranks (torchrun variables) on cpu
+mesh       dp_shard 2
+batch      24 samples [user] = 4 micro [user] x 3 accumulation [derived] x 2 dp
+precision  bf16, fp32 masters
+gradients  accumulated in fp32, reduced in fp32 to their mean
+zero       stage 2 [user]: optimizer state and gradients are sharded over 2 ranks
+           gradients travel in buckets of 6,553,600 elements [derived]
+optimizer  AdamW: lr 0.0003 [user], betas [0.9, 0.999], eps 1e-08, weight_decay 0
+schedule   WarmupCosineLR: warmup_min_ratio 0, cos_min_ratio 0.0001, warmup_num_steps 10 [user], warmup_type log,
+             total_num_steps 200 [derived]
+clipping   global norm 1
+run        200 steps, seed 1234
+monitors   tensorboard
+model      12,000,000 parameters, 10,000,000 of them trainable, 8 blocks
+memory     per rank 104 MB = 24 MB parameters, 20 MB gradients, 60 MB optimizer state; activations come on top
+4 notes
+  data_types.grad_accum_dtype: gradients of the bf16 model are accumulated and reduced in fp32 (DeepSpeed: in bf16)
+  gradient_clipping: gradients are clipped to norm 1 as in DeepSpeed; 0 switches clipping off
+  optimizer.type: Adam is AdamW, as in DeepSpeed: weights decay apart from the gradient; adam_w_mode false gives Adam
+  zero_optimization.overlap_comm: no effect: communication always overlaps where the boundary is known"""
+
 
 def test_the_summary(make_plan: MakePlan) -> None:
     made = make_plan(SETTINGS, 2, FACTS, how="torchrun variables")
-    assert made.render() == dedent("""\
-        """)
+    assert made.render() == SUMMARY
 
 
 def test_an_explained_value_has_its_origin_and_reason(make_plan: MakePlan) -> None:
@@ -46,13 +64,13 @@ def test_stage_three_fp16_and_muon(make_plan: MakePlan) -> None:
         local_size=4,
     ).render()
     for phrase in (
-        "world size 8 on cpu, 4 per node",
+        "8 ranks on cpu, 4 per node",
         "dp_replicate 2 x dp_shard 4",
         "dynamic from 65536",
         "over 4 ranks in 2 replicas",
         "parameters stay sharded over 2 ranks",
-        "Muon muon: lr 0.02",
-        "adam: lr 0.0003",
+        "Muon for matrices: lr 0.02",
+        "Adam for the rest: lr 0.0003",
         "clipping    off",
     ):
         assert phrase in text
@@ -62,4 +80,4 @@ def test_one_rank_and_nothing_else(make_plan: MakePlan) -> None:
     text = make_plan({}).render()
     assert "one rank" in text
     assert "none in the config" in text
-    assert "monitors    none" in text
+    assert "monitors   none" in text

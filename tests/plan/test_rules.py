@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as run_settings
+from hypothesis import strategies as st
+
 from engine.config import load_config
 from engine.config.messages import ConfigError
 from engine.plan import ModelFacts, World, plan, verdict
-from engine.plan.rules import AUTO_DEFAULTS
-
 from tests.plan.conftest import MakePlan, ProblemsOf, messages
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
@@ -41,7 +46,7 @@ def test_all_problems_come_at_once(problems_of: ProblemsOf) -> None:
             "fp16": {"enabled": True},
             "bf16": {"enabled": True},
             "zero_optimization": {"stage": 1, "mics_shard_size": 2},
-            "optimizer": {"type": "AdmaW", "params": {}},
+            "optimizer": {"type": "LBFGS", "params": {}},
             "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
         },
         2,
@@ -55,22 +60,12 @@ def test_all_problems_come_at_once(problems_of: ProblemsOf) -> None:
     }
 
 
-def test_auto_that_has_no_meaning_here_needs_a_value(problems_of: ProblemsOf, make_plan: MakePlan) -> None:
-    (problem,) = problems_of({"zero_optimization": {"stage": "auto"}, "steps_per_print": "auto"})
+def test_auto_that_nothing_resolves_is_one_list(problems_of: ProblemsOf, make_plan: MakePlan) -> None:
+    (problem,) = problems_of({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}})
     assert problem.code == "needs-values"
-    assert "steps_per_print, zero_optimization.stage" in problem.message
-    made = make_plan({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale_window": "auto"}})
-    assert made.precision.compute == "fp32"
-    assert messages(made, "bf16.enabled")
-    assert messages(made, "fp16.enabled")
-
-
-def test_keys_with_an_auto_default_exist() -> None:
-    config = load_config({})
-    for entry in AUTO_DEFAULTS:
-        value: Any = config
-        for key in entry.rstrip(".").split("."):
-            value = getattr(value, key)
+    assert "bf16.enabled, zero_optimization.stage" in problem.message
+    made = make_plan({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "steps_per_print": "auto"})
+    assert made.zero.stage == 2
 
 
 def test_supplied_values_count_as_given() -> None:
@@ -91,6 +86,62 @@ def test_the_plan_is_pure() -> None:
 
 def test_the_default_world_is_one_process() -> None:
     assert plan(load_config(BATCH)).degrees.dp == 1
+
+
+def test_planning_loads_no_torch() -> None:
+    code = """
+import sys
+from pathlib import Path
+from engine.config import load_config
+from engine.plan import World, plan
+plan(load_config({"train_batch_size": 4, "optimizer": {"type": "AdamW"}}), World(size=2)).render()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "train_batch_size": st.integers(1, 50) | st.just("auto"),
+        "train_micro_batch_size_per_gpu": st.integers(1, 9) | st.just("auto"),
+        "gradient_accumulation_steps": st.integers(1, 5) | st.just("auto"),
+        "gradient_clipping": st.sampled_from([0, 0.5, "auto"]),
+        "fp16": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "bf16": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "torch_autocast": st.fixed_dictionaries({"enabled": st.booleans(), "dtype": st.sampled_from(["bf16", "fp16"])}),
+        "data_types": st.fixed_dictionaries({"grad_accum_dtype": st.sampled_from(["bf16", "fp16", "fp32"])}),
+        "prescale_gradients": st.booleans(),
+        "gradient_predivide_factor": st.sampled_from([1.0, 2.0]),
+        "gradient_allreduce_op": st.sampled_from(["mean", "sum"]),
+        "zero_optimization": st.fixed_dictionaries(
+            {"stage": st.integers(0, 3)},
+            optional={"mics_shard_size": st.integers(1, 5), "zero_hpz_partition_size": st.integers(1, 5)},
+        ),
+        "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "Muon", "SGD", "LBFGS", "a.B"])}),
+        "scheduler": st.fixed_dictionaries({"type": st.sampled_from(["WarmupLR", "OneCycle", "StepLR", "OneCycleLR"])}),
+        "training": st.fixed_dictionaries({"steps": st.integers(1, 100)}),
+    },
+)
+
+
+@run_settings(max_examples=60, deadline=None)
+@given(source=SETTINGS, size=st.integers(1, 8))
+def test_any_config_is_planned_or_told_why_not(source: dict[str, Any], size: int) -> None:
+    config, world = load_config(source), World(size=size, local_size=size)
+    judged = verdict(config, world)
+    if not judged.trainable:
+        assert judged.problems or judged.needs_values or judged.not_built
+        with pytest.raises(ConfigError):
+            plan(config, world)
+        return
+    made = plan(config, world)
+    batch, degrees = made.batch, made.degrees
+    assert batch.global_batch_size == batch.micro_batch_size * batch.accumulation_steps * size
+    assert degrees.dp_replicate * degrees.dp_shard == size
+    assert degrees.dp_shard == 1 or made.zero.stage > 0
+    assert isinstance(made.zero.reshard_after_forward, bool) or degrees.dp_shard % made.zero.reshard_after_forward == 0
+    assert all(len(line) <= 120 for line in made.render().split("note")[0].splitlines())
 
 
 def test_vocabulary(make_plan: MakePlan) -> None:
@@ -133,9 +184,14 @@ def test_verdicts(settings: dict[str, Any], kind: str, exit_code: int) -> None:
 
 
 def test_a_verdict_names_what_is_lacking() -> None:
-    settings = {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {}}, "steps_per_print": "auto"}
+    settings = {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {}}, "seed": "auto"}
     judged = verdict(load_config(settings))
     assert judged.kind == "not-built"
     assert judged.not_built == ("optimizer.type",)
-    assert judged.needs_values == ("steps_per_print",)
-    assert judged.render().splitlines()[:2] == ["valid, not built here: optimizer.type", "needs values: steps_per_print"]
+    assert judged.needs_values == ("seed",)
+    assert judged.render().splitlines()[:2] == [
+        "valid, not built here: optimizer.type",
+        "needs values: seed",
+    ]
+    judged = verdict(load_config({**settings, "train_batch_size": 3}))
+    assert judged.render().splitlines()[1:3] == ["not built here: optimizer.type", "needs values: seed"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from engine.plan import SchedulePlan
 from engine.plan.schedule import KNOWN
-
 from tests.plan.conftest import MakePlan, ProblemsOf, messages
 
 OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
@@ -29,6 +29,8 @@ def test_names_are_found_in_any_case_and_need_only_what_is_required(
     make_plan: MakePlan, problems_of: ProblemsOf, name: str
 ) -> None:
     required = {key: REQUIRED[key] for key in KNOWN[name].required}
+    if name == "OneCycleLR":
+        required["total_steps"] = 10
     made = make_plan(section(name, **required))
     assert made.schedule is not None
     assert made.schedule.type == name
@@ -79,7 +81,12 @@ def test_auto_that_nothing_resolves(problems_of: ProblemsOf) -> None:
 
 
 def test_auto_peak_is_the_optimizers_rate(make_plan: MakePlan, problems_of: ProblemsOf) -> None:
-    auto = {"warmup_max_lr": "auto", "warmup_min_lr": "auto", "total_num_steps": 10, "warmup_num_steps": 2}
+    auto: dict[str, Any] = {
+        "warmup_max_lr": "auto",
+        "warmup_min_lr": "auto",
+        "total_num_steps": 10,
+        "warmup_num_steps": 2,
+    }
     made = make_plan(section("WarmupDecayLR", **auto)).schedule
     assert made is not None
     assert (made.params["warmup_max_lr"], made.params["warmup_min_lr"]) == (0.5, 0.0)
@@ -95,7 +102,9 @@ def test_lengths_that_do_not_fit_are_told(make_plan: MakePlan) -> None:
     made = make_plan(section("WarmupDecayLR", total_num_steps=20, warmup_num_steps=20))
     assert not messages(made, "scheduler.params.warmup_num_steps")
     made = make_plan(section("WarmupDecayLR", 100, total_num_steps=40, warmup_num_steps=2))
-    assert "the last 60" in messages(made, "scheduler.params.total_num_steps")[0]
+    assert "last 60 the learning rate stays" in messages(made, "scheduler.params.total_num_steps")[0]
+    made = make_plan(section("CosineAnnealingLR", 100, T_max=40))
+    assert "rises again" in messages(made, "scheduler.params.T_max")[0]
     made = make_plan(section("WarmupDecayLR", 40, total_num_steps=40, warmup_num_steps=2))
     assert not messages(made, "scheduler.params.total_num_steps")
 
@@ -107,17 +116,39 @@ def test_lengths_that_do_not_fit_are_told(make_plan: MakePlan) -> None:
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}, "cycle_first_step_size"),
     ],
 )
-def test_sizes_that_a_schedule_divides_by(problems_of: ProblemsOf, name: str, params: dict[str, Any], path: str) -> None:
+def test_sizes_that_a_schedule_divides_by(
+    problems_of: ProblemsOf, name: str, params: dict[str, Any], path: str
+) -> None:
     (problem,) = problems_of(section(name, **params))
     assert problem.path == f"scheduler.params.{path}"
 
 
-def test_an_unknown_name_gets_the_nearest(problems_of: ProblemsOf) -> None:
-    (problem,) = problems_of(section("WarmupLr2"))
-    assert "WarmupLR" in problem.repair
-    for name in ("LambdaLR", "ReduceLROnPlateau", "SequentialLR"):
-        (problem,) = problems_of(section(name))
-        assert "JSON cannot hold" in problem.message
+@pytest.mark.parametrize("name", ["LambdaLR", "ReduceLROnPlateau", "SequentialLR"])
+def test_schedules_that_json_cannot_express(problems_of: ProblemsOf, name: str) -> None:
+    (problem,) = problems_of(section(name))
+    assert "JSON cannot hold" in problem.message
+
+
+def test_parameters_of_torchs_schedules_are_checked_by_name(problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("StepLR", step_size=3, gama=0.5))
+    assert problem.path == "scheduler.params.gama"
+    assert "gamma" in problem.repair
+
+
+def test_classes_by_path(make_plan: MakePlan, problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("my.package.Schedule"))
+    assert "initialize()" in problem.repair
+    torch_made = make_plan(section("torch.optim.lr_scheduler.StepLR", step_size=3)).schedule
+    assert torch_made == SchedulePlan("StepLR", {"step_size": 3})
+
+
+def test_torchs_one_cycle_needs_the_whole_length(make_plan: MakePlan, problems_of: ProblemsOf) -> None:
+    (problem,) = problems_of(section("OneCycleLR", 100, max_lr=0.1, total_steps=40))
+    assert problem.path == "scheduler.params.total_steps"
+    for steps, params in ((100, {}), (100, {"total_steps": 100}), (None, {"epochs": 2, "steps_per_epoch": 5})):
+        made = make_plan(section("OneCycleLR", steps, max_lr=0.1, **params)).schedule
+        assert made is not None
+        assert steps is None or made.params["total_steps"] == steps
 
 
 def test_a_schedule_without_an_optimizer_waits_for_one(make_plan: MakePlan) -> None:

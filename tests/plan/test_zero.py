@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from engine.config import load_config
 from engine.plan.findings import Findings
 from engine.plan.ineffective import INEFFECTIVE, STAGE_3_KEYS, ZERO, value_at
 from engine.plan.zero import DEFAULT_BUCKET_ELEMENTS, DEFAULT_GROUP_ELEMENTS
-
 from tests.plan.conftest import MakePlan, messages
 
 
@@ -75,11 +75,13 @@ def test_every_entry_of_the_table_is_a_key_and_says_why() -> None:
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000}}, ZERO + "allgather_bucket_size", True),
         ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10}}, ZERO + "max_live_parameters", True),
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 10}}, ZERO + "max_live_parameters", True),
-        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": "auto"}}, ZERO + "max_live_parameters", False),
+        (
+            {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": "auto"}},
+            ZERO + "max_live_parameters",
+            False,
+        ),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}, ZERO + "reduce_bucket_size", True),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}, ZERO + "reduce_bucket_size", False),
-        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer", False),
-        ({"disable_allgather": True}, "disable_allgather", True),
         ({"fp16": {"enabled": False, "auto_cast": False}}, "fp16.auto_cast", False),
     ],
 )

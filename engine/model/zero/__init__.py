@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from engine.collectives.ledger import Ledger
+from engine.collectives.shards import ShardGroup
 from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.materialise import Materialiser
@@ -39,10 +41,17 @@ class Zero:
 
 
 def apply(
-    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, granularity: Granularity
+    model: nn.Module,
+    registry: ParameterRegistry,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    ledger: Ledger,
+    granularity: Granularity,
 ) -> Zero:
     """Fill, place, cast and shard ``model`` in place. On one data-parallel rank every stage is the same thing."""
-    shard_group, replicate_group = mesh.group("dp_shard"), mesh.group("dp_replicate")
+    shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
+    replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
 
     def broadcast(tensor: Tensor) -> None:
         replicate_group.broadcast(tensor)
@@ -56,11 +65,11 @@ def apply(
     indices = {info.index for info in managed}
     if sharded:
         precision = _uniform(registry, plan.precision)
-        shard_model(model, blocks, plan.zero, precision, mesh, materialise)
+        shard_model(model, blocks, plan.zero, precision, mesh, shard_group, materialise)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
-        reduction = kind(model, registry, managed, plan.zero, mesh)
-        return Zero(reduction, row_shards(model, registry, mesh, indices), first_replica, first_replica)
+        sharding = kind(model, registry, managed, plan.zero, mesh, shard_group)
+        return Zero(sharding, row_shards(model, registry, mesh, indices), first_replica, first_replica)
 
     materialise([model])
     trained, frozen = [], []
@@ -81,9 +90,9 @@ def cast_buffers(model: nn.Module, precision: PrecisionPlan) -> None:
     if precision.buffers is None:
         return
     for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[key] = buffer.to(DTYPES[precision.buffers])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, key, buffer.to(DTYPES[precision.buffers]))
 
 
 def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> PrecisionPlan:
@@ -99,8 +108,8 @@ def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> Precision
     if len(dtypes) > 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise EngineError(
-            f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. Switch on bf16 or fp16 in "
-            "the config, or use stage 0, 1 or 2"
+            f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. "
+            "Switch on bf16 or fp16 in the config, or use stage 0, 1 or 2"
         )
     (dtype,) = dtypes
     return replace(precision, compute="bf16" if dtype == torch.bfloat16 else "fp16")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine.collectives.fsdp import AllGather, ReduceScatter
+from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
@@ -28,6 +29,7 @@ def shard_model(
     zero: ZeroPlan,
     precision: PrecisionPlan,
     mesh: Mesh,
+    shard_group: ShardGroup,
     prepare: Callable[[Sequence[nn.Module]], None],
 ) -> None:
     """Apply `fully_shard` to groups of consecutive ``blocks`` and to the rest of ``model``.
@@ -47,12 +49,11 @@ def shard_model(
     prepare([model])
     # the root's own parameters are used first and last: gathering them again for backward would be for nothing
     fully_shard(model, reshard_after_forward=False, **arguments)  # type: ignore[call-overload]
-    shard_group, size = mesh.group("dp_shard"), mesh.degrees["dp_shard"]
     all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and size > 1:
-            module.set_custom_all_gather(all_gather)
-            module.set_custom_reduce_scatter(reduce_scatter)
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             # sums on the wire; the one division is part of the factor that the optimizer applies
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -78,13 +79,20 @@ class FullyShardedReduction:
     """The `Reduction` role of stage 3: FSDP2 reduces in every backward, this class reads the result."""
 
     def __init__(
-        self, model: nn.Module, registry: ParameterRegistry, managed: Sequence[ParameterInfo], zero: ZeroPlan, mesh: Mesh
+        self,
+        model: nn.Module,
+        registry: ParameterRegistry,
+        managed: Sequence[ParameterInfo],
+        zero: ZeroPlan,
+        mesh: Mesh,
+        shard_group: ShardGroup,
     ) -> None:
         assert isinstance(model, FSDPModule)
         self._model: FSDPModule = model
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
         self._device = mesh.device
+        self._group = shard_group
         sharded = dict(model.named_parameters())
         self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)

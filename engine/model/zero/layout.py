@@ -91,7 +91,10 @@ def _runs(
 
 @torch.no_grad()
 def _fill(
-    run: Sequence[tuple[ParameterInfo, nn.Parameter]], bounds: list[int], precision: PrecisionPlan, shard_group: ShardGroup
+    run: Sequence[tuple[ParameterInfo, nn.Parameter]],
+    bounds: list[int],
+    precision: PrecisionPlan,
+    shard_group: ShardGroup,
 ) -> Bucket:
     original = torch.zeros(bounds[-1], dtype=run[0][1].dtype, device=run[0][1].device)
     members, offset = [], 0

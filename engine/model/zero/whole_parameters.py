@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
 from engine.model.zero.fully_sharded import FullyShardedReduction, local_part, row_range
 from engine.model.zero.shards import ParameterShard, assign_owners
@@ -23,10 +24,15 @@ class OwnedParametersReduction(FullyShardedReduction):
     """As `FullyShardedReduction`, but `shards` are the whole parameters that this rank owns."""
 
     def __init__(
-        self, model: nn.Module, registry: ParameterRegistry, managed: Sequence[ParameterInfo], zero: ZeroPlan, mesh: Mesh
+        self,
+        model: nn.Module,
+        registry: ParameterRegistry,
+        managed: Sequence[ParameterInfo],
+        zero: ZeroPlan,
+        mesh: Mesh,
+        shard_group: ShardGroup,
     ) -> None:
-        super().__init__(model, registry, managed, zero, mesh)
-        self._group = mesh.group("dp_shard")
+        super().__init__(model, registry, managed, zero, mesh, shard_group)
         self._owners = assign_owners([info.numel for info in managed], self._group.size)
         values = self._to_owners([local_part(parameter) for _, parameter in self.parameters])
         self.shards = [
@@ -99,5 +105,3 @@ def _run(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-

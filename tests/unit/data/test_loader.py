@@ -54,7 +54,9 @@ def steps(ranks: list[list[list[int]]], accumulation: int) -> list[list[int]]:
     """The sorted samples that all ranks together see in each optimizer step."""
     num_steps = len(ranks[0]) // accumulation
     return [
-        sorted(sample for rank in ranks for batch in rank[k * accumulation : (k + 1) * accumulation] for sample in batch)
+        sorted(
+            sample for rank in ranks for batch in rank[k * accumulation : (k + 1) * accumulation] for sample in batch
+        )
         for k in range(num_steps)
     ]
 
@@ -177,8 +179,11 @@ def test_resumes_inside_a_step_where_the_layout_allows_it() -> None:
         one.load(before_state, layout(12))
     ranks = [epoch(one) for one in after]
     assert [batch for pair in zip(*ranks, strict=True) for batch in pair] == rest
+    other = loader(100, 4, 3, 1)
+    state = other.state()
     with pytest.raises(EngineError, match=r"sample 18 of epoch 0.*4 x 1 ranks = 4 samples"):
-        loader(100, 4, 3, 1).load(before_state, layout(12))
+        other.load(before_state, layout(12))
+    assert other.state() == state
 
 
 def test_resumes_with_another_global_batch_behind_what_was_consumed() -> None:
@@ -275,7 +280,10 @@ def test_collates_as_asked() -> None:
         ({"rank": -1}, "dp_rank is -1"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"size": 0}, "empty"),
-        ({"size": 15, "micro": 4, "accumulation": 2, "dp": 2}, r"15 samples.*takes 16 \(micro batch 4 x accumulation 2"),
+        (
+            {"size": 15, "micro": 4, "accumulation": 2, "dp": 2},
+            r"15 samples.*takes 16 \(micro batch 4 x accumulation 2",
+        ),
     ],
 )
 def test_refuses(options: dict[str, int], words: str) -> None:

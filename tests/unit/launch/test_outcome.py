@@ -17,7 +17,7 @@ DIED = "rank 1 died (signal 11); go on from the last save with --resume auto"
         ({1: 0, 0: 0}, {}, Outcome(0)),
         ({1: 2, 0: 2}, {0: "bad key", 1: "bad key"}, Outcome(2, ("bad key",))),
         ({1: 1, 0: 1}, {0: "peer gone", 1: "NaN"}, Outcome(1, ("rank 1: NaN",))),
-        ({1: 1, 0: 1}, {0: "NaN", 1: "NaN"}, Outcome(1, ("rank 1: NaN",))),
+        ({1: 1, 0: 1}, {0: "NaN", 1: "NaN"}, Outcome(1, ("NaN",))),
         ({1: 1}, {1: "NaN"}, Outcome(1, ("rank 1: NaN",))),
         ({1: 2, 0: 2}, {0: "no file a", 1: "no file b"}, Outcome(2, ("rank 0: no file a", "rank 1: no file b"))),
         ({1: -11, 0: 1}, {0: "peer gone"}, Outcome(1, (DIED,))),

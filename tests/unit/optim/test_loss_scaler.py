@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+
 from engine.contracts import EngineError, SavedLayout, Stateful
 from engine.optim.clipping import GlobalNormClipping, NoClipping, build_clipping
 from engine.optim.loss_scaler import MAXIMUM_SCALE, LossScaler
@@ -11,7 +13,9 @@ from engine.plan.plan import LossScalePlan
 LAYOUT = SavedLayout(world_size=1, zero_stage=0, mesh={}, global_batch_size=1)
 
 
-def dynamic(initial: float = 16.0, window: int = 4, hysteresis: int = 2, consecutive: bool = False, minimum: float = 1.0):
+def dynamic(
+    initial: float = 16.0, window: int = 4, hysteresis: int = 2, consecutive: bool = False, minimum: float = 1.0
+) -> LossScaler:
     return LossScaler(
         LossScalePlan(
             static=0.0,
@@ -49,11 +53,13 @@ def trace(scaler: LossScaler, flags: list[int]) -> list[float]:
         ({"window": 1, "initial": 1.0}, [0, 0, 0, 1, 0, 0], [1, 2, 4, 4, 4, 8]),
     ],
 )
-def test_dynamic_scale_follows_deepspeed_step_by_step(options, flags, scales):
+def test_dynamic_scale_follows_deepspeed_step_by_step(
+    options: dict[str, Any], flags: list[int], scales: list[int]
+) -> None:
     assert trace(dynamic(**options), flags) == [float(scale) for scale in scales]
 
 
-def test_overflow_at_the_minimum_exhausts_the_scaler_but_not_before():
+def test_overflow_at_the_minimum_exhausts_the_scaler_but_not_before() -> None:
     scaler = dynamic(initial=2.0, hysteresis=2)
     seen = []
     for _ in range(3):
@@ -62,12 +68,12 @@ def test_overflow_at_the_minimum_exhausts_the_scaler_but_not_before():
     assert seen == [(2.0, False), (1.0, False), (1.0, True)]
 
 
-def test_growth_stops_at_the_cap():
+def test_growth_stops_at_the_cap() -> None:
     scaler = dynamic(initial=MAXIMUM_SCALE / 2, window=1)
     assert trace(scaler, [0] * 4) == [MAXIMUM_SCALE / 2, MAXIMUM_SCALE, MAXIMUM_SCALE, MAXIMUM_SCALE]
 
 
-def test_static_and_neutral_scales_never_move():
+def test_static_and_neutral_scales_never_move() -> None:
     for scale in (128.0, 1.0):
         scaler = LossScaler(LossScalePlan(static=scale))
         assert trace(scaler, [1, 0, 1, 1, 1]) == [scale] * 5
@@ -76,7 +82,7 @@ def test_static_and_neutral_scales_never_move():
 
 
 @pytest.mark.parametrize("cut", range(10))
-def test_a_restart_at_any_step_continues_the_sequence(cut):
+def test_a_restart_at_any_step_continues_the_sequence(cut: int) -> None:
     flags = [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
     whole = trace(dynamic(), flags)
     first = dynamic()
@@ -87,7 +93,7 @@ def test_a_restart_at_any_step_continues_the_sequence(cut):
     assert head + trace(second, flags[cut:]) == whole
 
 
-def test_a_static_scale_ignores_a_saved_dynamic_one_and_the_reverse():
+def test_a_static_scale_ignores_a_saved_dynamic_one_and_the_reverse() -> None:
     saved = dynamic(initial=64.0).state()
     static = LossScaler(LossScalePlan(static=8.0))
     static.load(saved, LAYOUT)
@@ -98,12 +104,12 @@ def test_a_static_scale_ignores_a_saved_dynamic_one_and_the_reverse():
 
 
 @pytest.mark.parametrize("options", [{"hysteresis": 0}, {"window": 0}, {"initial": float("inf")}])
-def test_a_scale_that_could_never_work_is_refused(options):
+def test_a_scale_that_could_never_work_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(EngineError):
         dynamic(**options)
 
 
-def test_clipping_coefficient():
+def test_clipping_coefficient() -> None:
     clipping = GlobalNormClipping(2.0)
     assert clipping.coefficient(1.0) == 1.0
     assert clipping.coefficient(0.0) == 1.0
@@ -115,6 +121,6 @@ def test_clipping_coefficient():
 
 
 @pytest.mark.parametrize("maximum", [-1.0, float("nan"), float("inf")])
-def test_impossible_maxima_are_refused(maximum):
+def test_impossible_maxima_are_refused(maximum: float) -> None:
     with pytest.raises(EngineError, match="gradient_clipping"):
         build_clipping(maximum)

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
+
 from engine.contracts import EngineError, SavedLayout, Stateful
 from engine.optim.one_cycle import OneCycle
 from engine.optim.schedule_factory import available_schedules, build_schedule
@@ -15,12 +17,12 @@ from engine.plan.plan import SchedulePlan
 LAYOUT = SavedLayout(world_size=1, zero_stage=0, mesh={}, global_batch_size=1)
 
 
-def optimizer(lrs=(1.0,), cls=torch.optim.AdamW, **options) -> torch.optim.Optimizer:
+def optimizer(lrs: tuple[float, ...] = (1.0,), cls: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in lrs]
     return cls(groups, lr=1.0, **options)
 
 
-def sequence(scheduler, num_steps: int, group: int = 0) -> list[float]:
+def sequence(scheduler: Any, num_steps: int, group: int = 0) -> list[float]:
     """The learning rates that the first ``num_steps`` optimizer steps use."""
     used = []
     for _ in range(num_steps):
@@ -31,7 +33,7 @@ def sequence(scheduler, num_steps: int, group: int = 0) -> list[float]:
     return used
 
 
-def build(type_name: str, target=None, **params):
+def build(type_name: str, target: torch.optim.Optimizer | None = None, /, **params: Any) -> Any:
     return build_schedule(SchedulePlan(type_name, params), target or optimizer())
 
 
@@ -49,13 +51,11 @@ def warmup(n: int, steps: int, kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
-def test_warmup_family_follows_deepspeeds_formulas(kind, steps):
+def test_warmup_family_follows_deepspeeds_formulas(kind: str, steps: int) -> None:
     total = 25
     common = {"warmup_num_steps": steps, "warmup_type": kind}
     constant = sequence(build("WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.9, **common), 30)
-    decay = sequence(
-        build("WarmupDecayLR", total_num_steps=total, warmup_min_lr=0.1, warmup_max_lr=0.9, **common), 30
-    )
+    decay = sequence(build("WarmupDecayLR", total_num_steps=total, warmup_min_lr=0.1, warmup_max_lr=0.9, **common), 30)
     cosine = sequence(
         build("WarmupCosineLR", total_num_steps=total, warmup_min_ratio=0.2, cos_min_ratio=0.05, **common), 30
     )
@@ -75,12 +75,12 @@ def test_warmup_family_follows_deepspeeds_formulas(kind, steps):
         assert cosine[j] == pytest.approx(ratio, rel=1e-12, abs=1e-15)
 
 
-def test_golden_warmup_sequence():
+def test_golden_warmup_sequence() -> None:
     schedule = build("WarmupLR", warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
     assert sequence(schedule, 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_zero_warmup_steps_means_the_full_rate_at_once():
+def test_zero_warmup_steps_means_the_full_rate_at_once() -> None:
     assert sequence(build("WarmupLR", warmup_max_lr=0.5, warmup_num_steps=0), 3) == [0.5] * 3
     decay = sequence(build("WarmupDecayLR", total_num_steps=4, warmup_max_lr=1.0, warmup_num_steps=0), 7)
     assert decay == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
@@ -88,7 +88,7 @@ def test_zero_warmup_steps_means_the_full_rate_at_once():
     assert cosine == pytest.approx([(1 + math.cos(math.pi * min(k, 4) / 4)) / 2 for k in range(6)])
 
 
-def test_an_absent_maximum_is_each_groups_own_rate():
+def test_an_absent_maximum_is_each_groups_own_rate() -> None:
     schedule = build("WarmupLR", optimizer((0.5, 0.25)), warmup_num_steps=2, warmup_type="linear")
     for _ in range(4):
         schedule.optimizer.step()
@@ -96,7 +96,7 @@ def test_an_absent_maximum_is_each_groups_own_rate():
     assert schedule.get_last_lr() == [0.5, 0.25]
 
 
-def test_per_group_bounds():
+def test_per_group_bounds() -> None:
     schedule = build(
         "WarmupLR", optimizer((1.0, 1.0)), warmup_min_lr=[0.0, 0.1], warmup_max_lr=[1.0, 0.2], warmup_num_steps=2,
         warmup_type="linear",
@@ -106,11 +106,11 @@ def test_per_group_bounds():
         schedule.optimizer.step()
         schedule.step()
     assert schedule.get_last_lr() == pytest.approx([0.5, 0.15])
-    with pytest.raises(EngineError, match="lists 3 values.*2 parameter groups"):
+    with pytest.raises(EngineError, match=r"lists 3 values.*2 parameter groups"):
         build("WarmupLR", optimizer((1.0, 1.0)), warmup_min_lr=[0.0, 0.0, 0.0])
 
 
-def test_range_test_golden_values():
+def test_range_test_golden_values() -> None:
     params = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 200, "lr_range_test_step_rate": 5.0}
     smooth = sequence(build("LRRangeTest", **params), 402)
     assert smooth[0] == 1e-4
@@ -122,7 +122,7 @@ def test_range_test_golden_values():
     assert stairs[200] == stairs[399] == pytest.approx(6e-4)
 
 
-def test_one_cycle_golden_values():
+def test_one_cycle_golden_values() -> None:
     schedule = build(
         "OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-3, cycle_first_step_size=1000, decay_lr_rate=0.001,
         decay_step_size=1000,
@@ -135,8 +135,10 @@ def test_one_cycle_golden_values():
         assert schedule.lr_at(k, 0) == pytest.approx(lr, rel=1e-6)
 
 
-@pytest.mark.parametrize(("first", "second", "stairs", "second_stairs"), [(5, 5, 0, 0), (4, 7, 2, 3), (6, 3, 3, 0), (3, 0, 0, 0)])
-def test_one_cycle_follows_deepspeeds_formula(first, second, stairs, second_stairs):
+@pytest.mark.parametrize(
+    ("first", "second", "stairs", "second_stairs"), [(5, 5, 0, 0), (4, 7, 2, 3), (6, 3, 3, 0), (3, 0, 0, 0)]
+)
+def test_one_cycle_follows_deepspeeds_formula(first: int, second: int, stairs: int, second_stairs: int) -> None:
     schedule = build(
         "OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.9, cycle_first_step_size=first, cycle_second_step_size=second,
         cycle_first_stair_count=stairs, cycle_second_stair_count=second_stairs, decay_lr_rate=0.5, decay_step_size=4,
@@ -158,7 +160,7 @@ def test_one_cycle_follows_deepspeeds_formula(first, second, stairs, second_stai
         assert momentum == pytest.approx(0.9 - 0.1 * f)
 
 
-def test_one_cycle_mirrors_the_momentum_and_leaves_beta2_alone():
+def test_one_cycle_mirrors_the_momentum_and_leaves_beta2_alone() -> None:
     target = optimizer(betas=(0.5, 0.95))
     schedule = OneCycle(target, 0.1, 1.0, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
     seen = []
@@ -170,7 +172,7 @@ def test_one_cycle_mirrors_the_momentum_and_leaves_beta2_alone():
     assert {beta2 for _, beta2 in seen} == {0.95}
 
 
-def test_one_cycle_deepspeed_mode():
+def test_one_cycle_deepspeed_mode() -> None:
     target = optimizer()
     schedule = OneCycle(target, 0.1, 1.0, cycle_first_step_size=2, compat="deepspeed")
     assert target.param_groups[0]["betas"] == (0.8, 0.99)
@@ -179,7 +181,7 @@ def test_one_cycle_deepspeed_mode():
     assert target.param_groups[0]["betas"] == pytest.approx((0.85, 0.99))
 
 
-def test_one_cycle_moves_sgd_momentum_except_in_deepspeed_mode(caplog):
+def test_one_cycle_moves_sgd_momentum_except_in_deepspeed_mode(caplog: pytest.LogCaptureFixture) -> None:
     target = optimizer(cls=torch.optim.SGD, momentum=0.3)
     OneCycle(target, 0.1, 1.0)
     assert target.param_groups[0]["momentum"] == 0.9
@@ -189,7 +191,7 @@ def test_one_cycle_moves_sgd_momentum_except_in_deepspeed_mode(caplog):
     assert "not cycled" in caplog.text
 
 
-def test_one_cycle_refuses_a_momentum_that_would_reach_one():
+def test_one_cycle_refuses_a_momentum_that_would_reach_one() -> None:
     target = optimizer()
     schedule = OneCycle(target, 0.1, 1.0, cycle_first_step_size=1, decay_mom_rate=1.0, decay_step_size=1)
     target.step()
@@ -199,7 +201,7 @@ def test_one_cycle_refuses_a_momentum_that_would_reach_one():
         schedule.step()
 
 
-def test_tensor_learning_rates_are_filled_in_place():
+def test_tensor_learning_rates_are_filled_in_place() -> None:
     lr = torch.tensor(1.0)
     parameter = torch.nn.Parameter(torch.ones(1))
     target = torch.optim.AdamW([parameter], lr=lr, capturable=False, foreach=False)
@@ -211,7 +213,7 @@ def test_tensor_learning_rates_are_filled_in_place():
     assert float(held) == 0.5
 
 
-def test_without_a_plan_the_rates_stay_the_users():
+def test_without_a_plan_the_rates_stay_the_users() -> None:
     target = optimizer((0.5,))
     schedule = build_schedule(None, target)
     target.step()
@@ -224,7 +226,7 @@ def test_without_a_plan_the_rates_stay_the_users():
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
-def test_last_batch_iteration_starts_in_the_middle(k):
+def test_last_batch_iteration_starts_in_the_middle(k: int) -> None:
     params = {"total_num_steps": 20, "warmup_num_steps": 4, "warmup_max_lr": 1.0}
     assert (
         build("WarmupDecayLR", last_batch_iteration=k - 1, **params).get_last_lr()
@@ -252,7 +254,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("type_name", "params"), CASES, ids=[name for name, _ in CASES])
-def test_every_schedule_resumes_exactly_from_json(type_name, params):
+def test_every_schedule_resumes_exactly_from_json(type_name: str, params: dict[str, Any]) -> None:
     whole_optimizer = optimizer((0.5,))
     whole = sequence(build(type_name, whole_optimizer, **params), 11)
     first = build(type_name, optimizer((0.5,)), **params)
@@ -267,8 +269,8 @@ def test_every_schedule_resumes_exactly_from_json(type_name, params):
     assert second.optimizer.param_groups[0]["betas"] == whole_optimizer.param_groups[0]["betas"]
 
 
-def test_client_schedulers_of_any_kind_are_stateful():
-    def chained(target):
+def test_client_schedulers_of_any_kind_are_stateful() -> None:
+    def chained(target: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.SequentialLR(
             target,
             [
@@ -300,9 +302,9 @@ def test_client_schedulers_of_any_kind_are_stateful():
     assert restored.best == math.inf
 
 
-def test_the_state_of_another_scheduler_is_refused():
+def test_the_state_of_another_scheduler_is_refused() -> None:
     saved = ScheduleState(build("WarmupLR")).state()
-    with pytest.raises(EngineError, match="WarmupLR.*ExponentialLR.*load_lr_scheduler_states"):
+    with pytest.raises(EngineError, match=r"WarmupLR.*ExponentialLR.*load_lr_scheduler_states"):
         ScheduleState(build("ExponentialLR", gamma=0.5)).load(saved, LAYOUT)
 
 
@@ -326,12 +328,12 @@ def test_the_state_of_another_scheduler_is_refused():
         ("PolynomialLR", {"total_iters": 5, "power": 1.0, "foo": 1}, "foo is not a parameter"),
     ],
 )
-def test_bad_schedules_are_told_in_one_message(type_name, params, message):
+def test_bad_schedules_are_told_in_one_message(type_name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         build(type_name, **params)
 
 
-def test_every_listed_schedule_is_a_schedule():
+def test_every_listed_schedule_is_a_schedule() -> None:
     names = available_schedules()
     assert names[:5] == ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle"]
     assert {"CosineAnnealingLR", "ExponentialLR", "OneCycleLR"} <= set(names)

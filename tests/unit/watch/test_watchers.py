@@ -15,10 +15,10 @@ import pytest
 from engine.contracts import StepReport, Watcher
 from engine.watch import Summary, WatcherList, build_watchers
 from engine.watch.csv import CsvMonitor
-from engine.watch.metrics_file import MetricsFile
+from engine.watch.metrics_file import MetricsFile, last_metrics
 from engine.watch.progress import Progress, duration
 from engine.watch.scalars import StepClock, evaluation_scalars, step_scalars
-from engine.watch.summary import write_json
+from engine.watch.summary import Counters, write_json
 from engine.watch.timers import Timers
 from engine.watch.wandb import wandb_mode
 
@@ -170,6 +170,15 @@ def test_metrics_file_is_cut_back_to_the_resumed_step(
     resumed.on_step(report(resumed_step))
     resumed.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
+    last = last_metrics(path)
+    assert last is not None
+    assert last["step"] == expected[-1]
+
+
+def test_last_metrics_of_nothing(tmp_path: Path) -> None:
+    assert last_metrics(tmp_path / "metrics.jsonl") is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
+    assert last_metrics(tmp_path / "metrics.jsonl") is None
 
 
 def test_progress_without_a_terminal_prints_lines() -> None:
@@ -238,7 +247,14 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
     for step in (1, 2):
         summary.on_step(report(step))
     summary.on_evaluation(report(2), {"eval_loss": 2.75})
-    built = summary.build(world_size=2, config_hash="abc", bigram_entropy=2.9, peak_memory_bytes_per_rank=[10, 20])
+    built = summary.build(
+        counters=Counters(steps=2, skipped_steps=1, samples=48, tokens=1536),
+        train_loss=2.5,
+        bigram_entropy=2.9,
+        world_size=2,
+        config_hash="abc",
+        peak_memory_bytes_per_rank=[10, 20],
+    )
     write_json(tmp_path / "run" / "summary.json", built)
     read = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert read.pop("seconds") >= 0
@@ -247,7 +263,7 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
         "validation_loss": 2.75,
         "bigram_entropy": 2.9,
         "steps": 2,
-        "skipped_steps": 0,
+        "skipped_steps": 1,
         "samples": 48,
         "tokens": 1536,
         "tokens_per_second": 1536.0,

@@ -173,7 +173,9 @@ def _begin(directory: Path, proposals: Sequence[_Proposal], tag_validation: TagV
             )
     if any(proposal.client_state != first.client_state for proposal in proposals):
         logger.warning("client_state differs between ranks; rank 0's is saved.")
-    os.makedirs(directory, exist_ok=True)
+    if not directory.exists():
+        os.makedirs(directory)
+        folder.sync(directory.parent)
     folder.clean(directory)
     partial = folder.work_path(directory, first.tag, "partial")
     os.mkdir(partial)
