@@ -4,7 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from engine.config.plain import plain
 from engine.config.reader import MAX_BYTES, Document, read_text
 from engine.config.remarks import remarks
 from engine.config.walk import Walk
+
+_BEGINNINGS = frozenset('{["-0123456789tfn')
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -225,13 +226,11 @@ def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[
 
 def _literal(text: str) -> Any:
     """JSON where the text is JSON, else the text itself."""
-    if text[:1] in ("{", "["):
-        document = read_text('{"value": ' + text + "}")
-        return document.value.get("value", text) if document.complete and not document.problems else text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+    if text[:1] not in _BEGINNINGS:
         return text
+    document = read_text('{"value": ' + text + "}")
+    whole = document.complete and not document.problems and document.value.keys() == {"value"}
+    return document.value["value"] if whole else text
 
 
 def _flatten(auto: Mapping[str, Any], places: Places, above: Path = ()) -> dict[str, Any]:
