@@ -70,8 +70,11 @@ def examine(
         return Examination(None, _sorted(problems), tuple(translation.notes))
     tree = translation.tree
     strict = tree.get("strict", True)
-    supply = plain(auto or {})
+    supply = plain(auto if isinstance(auto, Mapping) else {})
     problems += supply.problems
+    if auto is not None and not isinstance(auto, Mapping):
+        message = f"auto is a mapping from paths to values, not {type(auto).__name__}"
+        problems.append(Problem("", message, "source"))
     walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply.value, document.places))
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems

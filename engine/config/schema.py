@@ -41,7 +41,7 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = made.pop("$defs")
     result: dict[str, Any] = {
         "$schema": DIALECT,
-        "$id": "https://ptrain-engine.dev/schemas/ptrain.schema.json",
+        "$id": "urn:ptrain-engine:config",
         "title": "ptrain configuration",
         "description": "One file describes a training run, in DeepSpeed's format.",
         **{key: value for key, value in made.items() if key not in ("title", "description")},

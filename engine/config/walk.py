@@ -25,6 +25,8 @@ from engine.config.suggest import MEANT, nearest, repair_for
 
 _PARAMS = {"params"}
 _REMOVED: Any = object()
+LARGEST = 2.0**63
+"""Beyond it a float does not say which integer is meant."""
 MAX_SUGGESTIONS = 30
 """Looking for the nearest key takes milliseconds; a file with more unknown keys than this is no config."""
 
@@ -157,12 +159,11 @@ class Walk:
                 value = self.auto(here)
                 if value is _REMOVED:
                     continue
-            kind = argument_type(key)
+            kind = argument_type(key) or (list[float] if isinstance(value, list) else None)
             if kind is not None:
                 value = self.scalar(value, kind, here, "")
-            elif isinstance(value, list):
-                value = [self.scalar(item, float, (*here, index), "a number") for index, item in enumerate(value)]
-            result[key] = value
+            if value is not _REMOVED:
+                result[key] = value
         data["params"] = result
 
     def canonical_type(
@@ -211,14 +212,11 @@ class Walk:
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, list):
-            inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-            return (
-                value
-                if inner is None
-                else [self.scalar(item, inner, (*path, i), words) for i, item in enumerate(value)]
-            )
+            inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), Any)
+            items = [self.scalar(item, inner, (*path, index), words) for index, item in enumerate(value)]
+            return _REMOVED if any(item is _REMOVED for item in items) else items
         if isinstance(value, float):
-            if float not in kinds and int in kinds and value.is_integer():
+            if float not in kinds and int in kinds and value.is_integer() and abs(value) < LARGEST:
                 self.integers.append((path, value))
                 return int(value)
             return value
@@ -281,5 +279,5 @@ def _number(text: str, integer: bool) -> int | float | None:
     if number != number or abs(number) > 1e300:
         return None
     if integer:
-        return int(number) if number.is_integer() else None
+        return int(number) if number.is_integer() and abs(number) < LARGEST else None
     return number

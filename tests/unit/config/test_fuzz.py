@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.config import Config, ConfigError, Examination, examine, load_config
 from engine.config.reader import read_text
+from engine.config.sections.arguments import BOOLEANS, INTEGERS, NUMBERS, OPTIMIZER_PARAMS, PAIRS, SCHEDULER_PARAMS
 from engine.config.suggest import known_paths
 from tests.unit.config.test_schema import CANONICAL
 from tests.unit.config.test_suggest import keys
@@ -37,6 +38,7 @@ SCALARS = st.one_of(
     st.text(max_size=8),
     st.sampled_from(["auto", "true", "5e8", "cpu", "{{x}}", "fp16", "AdamW", "NaN", "-1", "a.b", 1e400]),
 )
+ARGUMENTS = sorted(INTEGERS | NUMBERS | BOOLEANS | PAIRS | {"warmup_type", "max_grad_norm", "comm_backend_name"})
 TREES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=6), inner, max_size=4),
@@ -95,6 +97,15 @@ def test_any_override_and_any_value_for_auto(path: tuple[str | int, ...], value:
     consistent(examine(tree, overrides=[f"{name}={value}"]))
     consistent(examine(tree, overrides={name: value}))
     consistent(examine({**tree, str(path[0]): "auto"}, auto={str(path[0]): value}))
+
+
+@QUICK
+@given(
+    st.sampled_from([*OPTIMIZER_PARAMS, *SCHEDULER_PARAMS, "adamw", "a.b"]),
+    st.dictionaries(st.sampled_from(ARGUMENTS), SCALARS | st.lists(SCALARS, max_size=3), max_size=3),
+)
+def test_any_constructor_argument(name: str, params: dict[str, Any]) -> None:
+    consistent(examine({"scheduler" if name in SCHEDULER_PARAMS else "optimizer": {"type": name, "params": params}}))
 
 
 @QUICK

@@ -176,6 +176,7 @@ def test_auto_is_listed_or_supplied() -> None:
     assert supplied.seed == 1234
     assert supplied.origin("zero_optimization.stage") == "auto"
     assert supplied.origin("zero_optimization.stage3_prefetch_bucket_size") == "default"
+    assert "not list" in problems_of(config, auto=[1])[0].message
     assert paths_of(config, auto={"zero_optimization.stage": 7}) == ["zero_optimization.stage"]
 
 
