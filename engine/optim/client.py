@@ -88,10 +88,11 @@ def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    initial = optimizer.defaults["initial_accumulator_value"]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             step_device = parameter.device if group["fused"] else None
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                "sum": torch.full_like(parameter, group["initial_accumulator_value"]),
+                "sum": torch.full_like(parameter, initial),
             }

@@ -29,8 +29,7 @@ class ScheduleState:
     def state(self) -> dict[str, Any]:
         read = getattr(self.scheduler, "state_dict", None)
         scheduled = [
-            {key: group[key] for key in ("lr", "initial_lr", "momentum", "betas") if key in group}
-            for group in self._groups()
+            {key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in self._groups()
         ]
         return {
             "type": type(self.scheduler).__name__,
@@ -39,7 +38,7 @@ class ScheduleState:
         }
 
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
-        """Raises EngineError when the saved state is of another class of scheduler."""
+        """Raises EngineError when the saved state is another scheduler's, or of other parameter groups."""
         current = type(self.scheduler).__name__
         if state["type"] != current:
             raise EngineError(
@@ -49,9 +48,13 @@ class ScheduleState:
         # The groups first: a schedule in closed form overrules them with the current config's values.
         saved_groups = decode(state["groups"])
         groups = self._groups()
-        if len(saved_groups) == len(groups):
-            for group, saved in zip(groups, saved_groups, strict=True):
-                _restore(group, saved)
+        if len(saved_groups) != len(groups):
+            raise EngineError(
+                f"The checkpoint's {current} schedules {len(saved_groups)} parameter groups, but the optimizer has "
+                f"{len(groups)}; group the parameters as before, or load with load_lr_scheduler_states=False."
+            )
+        for group, saved in zip(groups, saved_groups, strict=True):
+            _restore(group, saved)
         write = getattr(self.scheduler, "load_state_dict", None)
         if callable(write):
             write(decode(state["scheduler"]))

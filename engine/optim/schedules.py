@@ -177,7 +177,8 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(WarmupLR):
     """`WarmupLR`, then a straight line from the end of the warm-up to ``warmup_min_lr`` at n = ``total_num_steps``.
 
-    ``total_num_steps`` counts optimizer steps, whatever the number of ranks and micro-batches.
+    ``total_num_steps`` counts optimizer steps, whatever the number of ranks and micro-batches. n lags one behind the
+    steps done, so a run of exactly that many steps ends one step short of the minimum (as in DeepSpeed).
     """
 
     def __init__(
@@ -204,7 +205,8 @@ class WarmupCosineLR(_Warmup):
     """Ratios of the optimizer's lr: warm-up from ``warmup_min_ratio`` to 1, then half a cosine to ``cos_min_ratio``.
 
     The very first optimizer step (k = 0) has lr 0 unless there is no warm-up: DeepSpeed's behaviour.
-    ``total_num_steps`` counts optimizer steps, whatever the number of ranks and micro-batches.
+    ``total_num_steps`` counts optimizer steps, whatever the number of ranks and micro-batches; the end ratio holds
+    after exactly that many.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def apply(
     first_replica = replicate_group.rank == 0
     sharded = plan.zero.stage == 3 and shard_group.size > 1
     dtype_of = master_dtype if sharded else lambda dtype: dtype
-    materialise = Materialiser(model, registry, mesh.device, plan.seed, broadcast, dtype_of)
+    materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of)
     managed = [info for info in registry.infos if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:

@@ -221,6 +221,26 @@ def test_users_hooks_run_once_per_applied_step() -> None:
     assert calls == ["pre", "post"]
 
 
+def test_making_state_is_no_step_to_hooks_and_schedulers() -> None:
+    model = parameters()
+    client = torch.optim.AdamW(model.values())
+    calls: list[str] = []
+    client.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer = rebind(client, shards_of(model).__getitem__)
+    optimizer.initialize_state()
+    assert set(optimizer.named_state()) == {"linear.weight", "matrix", "empty"}
+    assert calls == []
+
+
+def test_a_client_adagrad_keeps_its_first_accumulator() -> None:
+    model = parameters()
+    client = torch.optim.Adagrad(model.values(), initial_accumulator_value=0.25)
+    optimizer = rebind(client, shards_of(model).__getitem__)
+    state = optimizer.named_state()["matrix"]
+    assert torch.equal(state["sum"], torch.full((8,), 0.25))
+    assert float(state["step"]) == 0.0
+
+
 def test_duplicate_and_missing_names_are_refused() -> None:
     parameter = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     with pytest.raises(EngineError, match="w is in the optimizer twice"):

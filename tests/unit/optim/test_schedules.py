@@ -88,6 +88,15 @@ def test_zero_warmup_steps_means_the_full_rate_at_once() -> None:
     assert cosine == pytest.approx([(1 + math.cos(math.pi * min(k, 4) / 4)) / 2 for k in range(6)])
 
 
+def test_where_the_total_number_of_steps_leads() -> None:
+    """After total_num_steps optimizer steps the cosine has ended; the straight line has one step to go."""
+    cosine = build("WarmupCosineLR", total_num_steps=10, warmup_num_steps=2, cos_min_ratio=0.25)
+    assert sequence(cosine, 11)[10] == pytest.approx(0.25)
+    assert cosine.lr_at(9, 0) > 0.26
+    decay = sequence(build("WarmupDecayLR", total_num_steps=10, warmup_num_steps=2, warmup_max_lr=1.0), 12)
+    assert decay[10:] == pytest.approx([1 / 8, 0.0])
+
+
 def test_an_absent_maximum_is_each_groups_own_rate() -> None:
     schedule = build("WarmupLR", optimizer((0.5, 0.25)), warmup_num_steps=2, warmup_type="linear")
     for _ in range(4):
@@ -306,6 +315,8 @@ def test_the_state_of_another_scheduler_is_refused() -> None:
     saved = ScheduleState(build("WarmupLR")).state()
     with pytest.raises(EngineError, match=r"WarmupLR.*ExponentialLR.*load_lr_scheduler_states"):
         ScheduleState(build("ExponentialLR", gamma=0.5)).load(saved, LAYOUT)
+    with pytest.raises(EngineError, match=r"1 parameter groups.*has 2"):
+        ScheduleState(build("WarmupLR", optimizer((1.0, 1.0)))).load(saved, LAYOUT)
 
 
 @pytest.mark.parametrize(
