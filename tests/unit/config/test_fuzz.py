@@ -22,7 +22,7 @@ from tests.unit.config.test_suggest import keys
 from tests.unit.config.test_traps import CURRICULUM
 
 QUICK = settings(
-    max_examples=int(os.environ.get("PTRAIN_FUZZ_EXAMPLES", "120")),
+    max_examples=int(os.environ.get("PTRAIN_FUZZ_EXAMPLES", "60")),
     deadline=None,
     derandomize=True,
     database=None,

@@ -41,7 +41,7 @@ INEXPRESSIBLE = {
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    made = schema.schema()
+    made = schema.json_schema()
     jsonschema.Draft202012Validator.check_schema(made)
     return jsonschema.Draft202012Validator(made)
 
