@@ -68,10 +68,14 @@ def automatic_paths() -> frozenset[str]:
 
 
 def needs_values(config: Config) -> tuple[str, ...]:
-    """The paths that say "auto", that nobody supplied and that nothing here resolves, sorted."""
+    """The paths that say "auto", that nobody supplied and that nothing here resolves, sorted.
+
+    What follows from a key that is itself on the list is left out; of keys that follow from each other, all are named.
+    """
     needed = set(config.autos) - RESOLVED_BY_DEFAULT.keys()
+    listed = needed - DERIVED.keys()
     for path, (sources, _) in DERIVED.items():
-        if path in needed and all(_known(config, source) for source in sources):
+        if path in needed and all(source in listed or _known(config, source) for source in sources):
             needed.discard(path)
     return tuple(sorted(needed))
 

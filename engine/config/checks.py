@@ -95,15 +95,12 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
         return ""
     kinds = members(info.annotation)
     section = section_of(info.annotation)
-    if (
-        section is not None
-        and issubclass(section, Section)
-        and section.shorthand
-        and not isinstance(value, dict | list | str)
-    ):
+    if section is not None and issubclass(section, Section) and not isinstance(value, dict | list):
         if value is None:
             return "leave the key out"
-        return f'write {{"{section.shorthand}": {show(value)}}}'
+        short = section.model_fields.get(section.shorthand)
+        kinds_meant = () if short is None else (*members(short.annotation), *map(type, choices(short.annotation)))
+        return f'write {{"{section.shorthand}": {show(value)}}}' if type(value) in kinds_meant else ""
     if value is None:
         return "leave the key out for the default"
     if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():

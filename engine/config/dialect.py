@@ -198,6 +198,13 @@ def _offload_pin_memory(translation: Translation) -> None:
         translation.note(path, "deprecated; without effect here")
 
 
+def _dynamic_loss_scale(translation: Translation) -> None:
+    path: Path = ("fp16", "loss_scale")
+    if translation.get(path) == "dynamic":
+        translation.put(path, 0, path)
+        translation.note(path, '"dynamic" is Apex\'s word; read as 0')
+
+
 def _infinite_print_interval(translation: Translation) -> None:
     value = translation.get(("steps_per_print",))
     if isinstance(value, float) and math.isinf(value):
@@ -210,5 +217,6 @@ _RULES: tuple[Callable[[Translation], None], ...] = (
     _cpu_offload("cpu_offload", "offload_optimizer"),
     _cpu_offload("cpu_offload_param", "offload_param"),
     _offload_pin_memory,
+    _dynamic_loss_scale,
     _infinite_print_interval,
 )

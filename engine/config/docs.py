@@ -59,12 +59,13 @@ DIFFERENCES = (
     ("`bfloat16` beside `bf16`", "an error when they differ", "`bfloat16` is dropped"),
     ("loss-scale keys in `bf16`", "ignored with a note", "an error"),
     ("`fp16.min_loss_scale` with a fraction", "accepted", "an error"),
+    ("`data_types.grad_accum_dtype: null`", "fp32", "the dtype of the model"),
     ("`comms_logger`", "on when `enabled` is true", "on as soon as the section exists"),
     ("`progressive_layer_drop` without theta, gamma", "0.5 and 0.001", "a KeyError"),
     ("`pipeline.stages`", "the number of stages", "not read"),
     (
         '`"auto"`',
-        "resolved as the table below says, or listed as needing a value",
+        "resolved as listed above, or listed as needing a value",
         "dropped without a word, or a TypeError",
     ),
     ("duplicate keys", "an error that names both lines", "an error for files, not for base64"),
@@ -127,6 +128,7 @@ def _spellings() -> Iterator[tuple[str, str]]:
     for path, why in MEANINGLESS.items():
         yield f"`{join_path(path)}`", why
     yield '`"8"`, `"5e8"`, `"true"`, `5e8`, `2.0`', "the number, truth value or integer that is meant"
+    yield '`fp16.loss_scale: "dynamic"`', "0"
     yield '`"CPU"`, `"float16"`, `"adamw"`', 'the canonical spelling: `"cpu"`, `"fp16"`, `"AdamW"`'
 
 

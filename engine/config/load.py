@@ -4,7 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from engine.config.plain import plain
 from engine.config.reader import MAX_BYTES, Document, read_text
 from engine.config.remarks import remarks
 from engine.config.walk import Walk
+
+_BEGINNINGS = frozenset('{["-0123456789tfn')
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -69,8 +70,11 @@ def examine(
         return Examination(None, _sorted(problems), tuple(translation.notes))
     tree = translation.tree
     strict = tree.get("strict", True)
-    supply = plain(auto or {})
+    supply = plain(auto if isinstance(auto, Mapping) else {})
     problems += supply.problems
+    if auto is not None and not isinstance(auto, Mapping):
+        message = f"auto is a mapping from paths to values, not {type(auto).__name__}"
+        problems.append(Problem("", message, "source"))
     walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply.value, document.places))
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems
@@ -225,13 +229,11 @@ def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[
 
 def _literal(text: str) -> Any:
     """JSON where the text is JSON, else the text itself."""
-    if text[:1] in ("{", "["):
-        document = read_text('{"value": ' + text + "}")
-        return document.value.get("value", text) if document.complete and not document.problems else text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+    if text[:1] not in _BEGINNINGS:
         return text
+    document = read_text('{"value": ' + text + "}")
+    whole = document.complete and not document.problems and document.value.keys() == {"value"}
+    return document.value["value"] if whole else text
 
 
 def _flatten(auto: Mapping[str, Any], places: Places, above: Path = ()) -> dict[str, Any]:
@@ -270,9 +272,5 @@ def _integer_note(walk: Walk) -> list[Note]:
         return []
     parts = ", ".join(f"{join_path(walk.places.written(path))} = {int(value)}" for path, value in walk.integers)
     first = walk.integers[0][0]
-    return [
-        Note(
-            join_path(walk.places.written(first)),
-            f"numbers written with a point or an exponent are read as integers: {parts}",
-        )
-    ]
+    message = f"numbers written with a point or an exponent are read as integers: {parts}"
+    return [Note(join_path(walk.places.written(first)), message, walk.places.of_value(first)[1])]

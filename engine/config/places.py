@@ -20,7 +20,10 @@ def join_path(path: Path) -> str:
     """``("optimizer", "params", "betas", 0)`` -> ``optimizer.params.betas[0]``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + (part if part.strip() else f'"{part}"')
     return text
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SERVICES = {
     "nebula": "Azure's checkpoint service",
-    "datastates_ckpt": "the DataStates checkpoint service",
+    "datastates_ckpt": "the DataStates checkpoint service (in DeepSpeed any value but false switches it on)",
     "autotuning": "DeepSpeed's autotuner",
     "eigenvalue": "an input of DeepSpeed's quantization schedule, ignored at the top level there too",
     "weight_quantization": "quantized inference",
@@ -40,8 +40,6 @@ def remarks(config: Config) -> Iterator[tuple[str, str]]:
             yield path, f"has no effect here: {why}"
     if config.comms_logger is not None and not config.comms_logger.enabled:
         yield "comms_logger", "off here, because enabled is not true (DeepSpeed logs as soon as the section exists)"
-    if config.datastates_ckpt is not None and config.datastates_ckpt is not False:
-        yield "datastates_ckpt", "DeepSpeed takes any value but false for on"
     if config.checkpoint.load_universal:
         yield "checkpoint.load_universal", "not needed: every checkpoint here loads at any world size"
     offload = config.zero_optimization.offload_optimizer

@@ -35,13 +35,13 @@ COMMENTS = "^(_|//)"
 _AUTO = {"$ref": "#/$defs/auto"}
 
 
-def schema() -> dict[str, Any]:
+def json_schema() -> dict[str, Any]:
     """The schema as a new dict."""
     made = Config.model_json_schema(ref_template="#/$defs/{model}")
     definitions: dict[str, Any] = made.pop("$defs")
     result: dict[str, Any] = {
         "$schema": DIALECT,
-        "$id": "https://ptrain-engine.dev/schemas/ptrain.schema.json",
+        "$id": "urn:ptrain-engine:config",
         "title": "ptrain configuration",
         "description": "One file describes a training run, in DeepSpeed's format.",
         **{key: value for key, value in made.items() if key not in ("title", "description")},
@@ -162,7 +162,7 @@ def _constructor(definition: dict[str, Any], table: dict[str, tuple[str, ...]], 
 
 def render() -> str:
     """The text of the schema file."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> None:

@@ -53,6 +53,9 @@ MEANT: dict[str, str] = {
 }
 """What people call a thing elsewhere (a key, or a whole path) -> the path it has here."""
 
+MAX_LENGTH = 64
+"""Longer words are no misspelled keys."""
+
 
 @functools.cache
 def known_paths() -> dict[str, tuple[str, ...]]:
@@ -88,17 +91,26 @@ def distance(one: str, other: str) -> int:
     return row[-1]
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that a misspelled word most likely means, or None when nothing is near."""
+def nearest(word: str, candidates: Iterable[str], strictly: bool = False) -> str | None:
+    """The candidate that a misspelled word most likely means, or None when nothing is near.
+
+    Near is one wrong letter in a short word, two or three in a long one; unless ``strictly``, also a word that has most
+    of its letters in the same order.
+    """
+    if len(word) > MAX_LENGTH:
+        return None
     pool = list(dict.fromkeys(candidates))
     folded = word.lower().replace("-", "_").replace(" ", "_").strip("_")
+    limit = 1 if len(word) < 5 else 2 if len(word) < 10 else 3
     close = [
-        (distance(folded, candidate.lower()), candidate) for candidate in pool if abs(len(candidate) - len(folded)) <= 3
+        (distance(folded, candidate.lower()), candidate)
+        for candidate in pool
+        if abs(len(candidate) - len(folded)) <= limit and len(set(folded) ^ set(candidate.lower())) <= 2 * limit
     ]
     best = min(close, default=None)
-    if best is not None and best[0] <= (1 if len(word) < 5 else 2 if len(word) < 10 else 3):
+    if best is not None and best[0] <= limit:
         return best[1]
-    matches = difflib.get_close_matches(folded, pool, n=1, cutoff=0.84)
+    matches = [] if strictly else difflib.get_close_matches(folded, pool, n=1, cutoff=0.84)
     return matches[0] if matches else None
 
 
@@ -129,7 +141,7 @@ def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
         homes = sorted(set.intersection(*inner) - {join_path(path)})
         if homes:
             return f"its keys belong in {homes[0]}" if homes[0] else f"put {', '.join(value)} at the top level"
-    elsewhere = nearest(key, known_paths())
+    elsewhere = nearest(key, known_paths(), strictly=True)
     if places or elsewhere is None or len(elsewhere) < 7:
         return ""
     options = known_paths()[elsewhere][:2]

@@ -25,6 +25,10 @@ from engine.config.suggest import MEANT, nearest, repair_for
 
 _PARAMS = {"params"}
 _REMOVED: Any = object()
+LARGEST = 2.0**63
+"""Beyond it a float does not say which integer is meant."""
+MAX_SUGGESTIONS = 30
+"""Looking for the nearest key takes milliseconds; a file with more unknown keys than this is no config."""
 
 
 def is_comment(key: str) -> bool:
@@ -43,6 +47,7 @@ class Walk:
     autos: set[str] = field(default_factory=set)
     supplied: set[str] = field(default_factory=set)
     integers: list[tuple[Path, float]] = field(default_factory=list)
+    num_unknown: int = 0
 
     def note(self, path: Path, message: str) -> None:
         self.notes.append(Note(join_path(self.places.written(path)), message, self.places.of_key(path)[1]))
@@ -74,7 +79,10 @@ class Walk:
         return result
 
     def unknown(self, path: Path, value: Any, model: type[BaseModel]) -> None:
-        repair = repair_for(self.places.written(path), model.model_fields, value)
+        self.num_unknown += 1
+        repair = ""
+        if self.num_unknown <= MAX_SUGGESTIONS:
+            repair = repair_for(self.places.written(path), model.model_fields, value)
         argument = self.places.override(path)
         if argument is not None:
             self.problem(path, "there is no such key", "unknown_key", at_key=True, found=value, repair=repair)
@@ -144,19 +152,18 @@ class Walk:
             here = (*path, "params", key)
             if is_comment(key):
                 continue
-            if (known is not None and key not in known) or (what == "optimizer" and key == "max_grad_norm"):
-                self.unknown_param(here, value, known or (), data.get("type"))
+            if known is not None and key not in known:
+                self.unknown_param(here, value, known, data.get("type"))
                 continue
             if isinstance(value, str) and value.strip() == "auto":
                 value = self.auto(here)
                 if value is _REMOVED:
                     continue
-            kind = argument_type(key)
+            kind = argument_type(key) or (list[float] if isinstance(value, list) else None)
             if kind is not None:
                 value = self.scalar(value, kind, here, "")
-            elif isinstance(value, list):
-                value = [self.scalar(item, float, (*here, index), "a number") for index, item in enumerate(value)]
-            result[key] = value
+            if value is not _REMOVED:
+                result[key] = value
         data["params"] = result
 
     def canonical_type(
@@ -178,30 +185,24 @@ class Walk:
             return None
         near = nearest(name, folded.values())
         repair = f"did you mean {near}?" if near else "name a class of your own by its dotted path"
-        names = ", ".join((*table, *others))
-        self.problem(
-            (*path, "type"),
-            f"there is no {what} {show(name)}",
-            "unknown_type",
-            found=name,
-            allowed=names,
-            repair=repair,
-        )
+        names = "" if near else ", ".join((*table, *others))
+        message = f"there is no {what} {show(name)}"
+        self.problem((*path, "type"), message, "unknown_type", found=name, allowed=names, repair=repair)
         return None
 
     def unknown_param(self, path: Path, value: Any, names: tuple[str, ...], owner: Any) -> None:
         key = str(path[-1])
         near = nearest(key, names)
-        meant = MEANT.get(key.lower()) if key.lower() not in ("lr",) else None
+        meant = MEANT.get(key.lower())
+        message = f"{owner} has no such argument"
+        repair = f"did you mean {near}?" if near else f"did you mean {meant}?" if meant and key != "lr" else ""
         if key == "max_grad_norm":
             message, repair = "DeepSpeed refuses it", "use gradient_clipping, at the top level, and delete it here"
-        else:
-            message = f"{owner} has no such argument"
-            repair = f"did you mean {near}?" if near else f"did you mean {meant}?" if meant else ""
-        if self.lenient and key != "max_grad_norm":
+        elif self.lenient:
             self.note(path, f"{message}; ignored")
             return
-        self.problem(path, message, "unknown_key", at_key=True, found=value, allowed=", ".join(names), repair=repair)
+        known = "" if repair else ", ".join(names)
+        self.problem(path, message, "unknown_key", at_key=True, found=value, allowed=known, repair=repair)
 
     # --- scalars and lists of scalars ---
 
@@ -211,14 +212,11 @@ class Walk:
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, list):
-            inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-            return (
-                value
-                if inner is None
-                else [self.scalar(item, inner, (*path, i), words) for i, item in enumerate(value)]
-            )
+            inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), Any)
+            items = [self.scalar(item, inner, (*path, index), words) for index, item in enumerate(value)]
+            return _REMOVED if any(item is _REMOVED for item in items) else items
         if isinstance(value, float):
-            if float not in kinds and int in kinds and value.is_integer():
+            if float not in kinds and int in kinds and value.is_integer() and abs(value) < LARGEST:
                 self.integers.append((path, value))
                 return int(value)
             return value
@@ -273,9 +271,6 @@ class Walk:
         return read
 
 
-REMOVED = _REMOVED
-
-
 def _number(text: str, integer: bool) -> int | float | None:
     try:
         number = float(text.replace("_", "x"))
@@ -284,5 +279,5 @@ def _number(text: str, integer: bool) -> int | float | None:
     if number != number or abs(number) > 1e300:
         return None
     if integer:
-        return int(number) if number.is_integer() else None
+        return int(number) if number.is_integer() and abs(number) < LARGEST else None
     return number

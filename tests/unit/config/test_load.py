@@ -113,6 +113,8 @@ def test_overrides_set_values_and_create_sections(write: Write) -> None:
             "optimizer.params.lr=1e-3",
             "data.path=a=b",
             "wandb.group=null",
+            "wandb.team=NaN",
+            'wandb.project=1, "x": 2',
         ],
     )
     assert config.zero_optimization.stage == 2
@@ -123,6 +125,7 @@ def test_overrides_set_values_and_create_sections(write: Write) -> None:
     assert config.optimizer is not None
     assert (config.optimizer.type, config.optimizer.params) == ("AdamW", {"lr": 1e-3})
     assert config.data.path == "a=b"
+    assert (config.wandb.group, config.wandb.team, config.wandb.project) == (None, "NaN", '1, "x": 2')
     assert config.origin("data.path") == "user"
     assert config.locate("data.path") == ("--set data.path=a=b", None, None)
     assert load_config({}, overrides={"zero_optimization.stage": 3}).zero_optimization.stage == 3
@@ -173,6 +176,7 @@ def test_auto_is_listed_or_supplied() -> None:
     assert supplied.seed == 1234
     assert supplied.origin("zero_optimization.stage") == "auto"
     assert supplied.origin("zero_optimization.stage3_prefetch_bucket_size") == "default"
+    assert "not list" in problems_of(config, auto=[1])[0].message
     assert paths_of(config, auto={"zero_optimization.stage": 7}) == ["zero_optimization.stage"]
 
 
@@ -187,6 +191,11 @@ def test_auto_values_that_follow_from_others() -> None:
     assert load_config({"scheduler": schedule}).needs_values == (
         "scheduler.params.total_num_steps",
         "scheduler.params.warmup_max_lr",
+    )
+    waiting = {"type": "Adam", "params": {"lr": "auto"}}
+    assert load_config({"scheduler": schedule, "optimizer": waiting}).needs_values == (
+        "optimizer.params.lr",
+        "scheduler.params.total_num_steps",
     )
     tree = {"scheduler": schedule, "training": {"steps": 5}, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     assert load_config(tree).needs_values == ()

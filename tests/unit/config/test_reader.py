@@ -87,6 +87,16 @@ def test_unfilled_placeholders_are_named(write: Write, template: str) -> None:
         assert "micro" in problem.message.lower()
 
 
+def test_placeholders_in_lists_and_arguments_are_named() -> None:
+    params = {"lr": "{{ lr }}", "betas": ["${beta1}", 0.9], "eps": "1e-8"}
+    tree = {"optimizer": {"type": "Adam", "params": params}, "elasticity": {"micro_batch_sizes": [1, "<size>"]}}
+    assert [(problem.path, problem.code) for problem in problems_of(tree)] == [
+        ("elasticity.micro_batch_sizes[1]", "placeholder"),
+        ("optimizer.params.betas[0]", "placeholder"),
+        ("optimizer.params.lr", "placeholder"),
+    ]
+
+
 def test_a_comparison_is_no_placeholder() -> None:
     assert placeholder("a < b and c > d") is None
 
