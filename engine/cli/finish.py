@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine.contracts import StepReport
-from engine.data.sources import bigram_entropy
+from engine.data.tokens import bigram_entropy
 from engine.device import peak_memory_bytes
 from engine.watch import Summary
 from engine.watch.metrics_file import last_metrics
@@ -59,10 +59,8 @@ def last_train_loss(report: StepReport | None, output: Path) -> float | None:
 
 def final_line(summary: dict[str, Any]) -> str:
     losses = {"train loss": "train_loss", "validation loss": "validation_loss", "bigram entropy": "bigram_entropy"}
-    shown = [
-        f"{name} {'not finite' if summary[key] is None else format(summary[key], '.4f')}"
-        for name, key in losses.items()
-    ]
+    values = {name: summary[key] for name, key in losses.items()}
+    shown = [f"{name} {'not finite' if value is None else format(value, '.4f')}" for name, value in values.items()]
     speed = f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
     return f"step {summary['steps']}: {' | '.join(shown)} (nats per token) | {speed}"
 

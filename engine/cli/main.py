@@ -13,7 +13,7 @@ from importlib import import_module
 
 from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
-from engine.launch.outcome import STOPPED, leave_message
+from engine.launch.outcome import STOPPED, STOPPED_EARLY, leave_message
 
 COMMANDS = ("train", "plan", "validate", "schema")
 
@@ -50,6 +50,8 @@ def _guarded(run: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
     except BrokenPipeError:
         return SUCCESS
     except KeyboardInterrupt:
+        # Training has a handler of its own: this came before it.
+        tell(STOPPED_EARLY.format("SIGINT"))
         return STOPPED[0]
     except Exception:
         # Not foreseen, or raised by the user's model: the traceback is the message.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from engine.cli.options import Parser
@@ -11,7 +10,7 @@ from engine.cli.options import Parser
 def run(argv: Sequence[str]) -> int:
     Parser("ptrain schema", "Print the JSON schema of the config.").parse_args(argv)
 
-    from engine.config.schema import json_schema
+    from engine.config.schema import render
 
-    print(json.dumps(json_schema(), indent=2))
+    print(render(), end="")
     return 0

@@ -13,6 +13,7 @@ FAILURE_DIRECTORY = "PTRAIN_FAILURE_DIRECTORY"
 
 STOPPED = (130, 143)
 USER_MISTAKE = 2
+STOPPED_EARLY = "stopped by {} before training began; nothing was saved"
 
 
 def leave_message(rank: int, message: str) -> bool:
@@ -56,10 +57,11 @@ def judge(
         # Ranks that were still starting had no handler yet.
         failed = {rank: code for rank, code in failed.items() if code != -stop}
         if not failed:
-            stopped = any(code in STOPPED for code in exit_codes.values())
-            finished = all(code == 0 for code in exit_codes.values())
-            early = () if stopped or finished else (f"stopped by {stop.name} before training began; nothing was saved",)
-            return Outcome(0 if finished else 128 + stop, early)
+            if all(code == 0 for code in exit_codes.values()):
+                return Outcome(0)
+            # A rank that saved has said so itself; one that was still starting has left a message, or was just ended.
+            saved = any(code in STOPPED and rank not in messages for rank, code in exit_codes.items())
+            return Outcome(128 + stop, () if saved else (STOPPED_EARLY.format(stop.name),))
     elif not failed:
         return Outcome(next((code for code in exit_codes.values() if code != 0), 0))
     cause = next(iter(failed))

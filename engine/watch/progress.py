@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from engine.plan import Plan
 
 SECONDS_BETWEEN_LINES = 10.0
+DEFAULT_SIZE = {"ncols": 100, "nrows": 24}
 
 
 class Progress(Watcher):
@@ -93,7 +95,7 @@ class Progress(Watcher):
                 initial=report.step - 1,
                 unit="step",
                 file=self._stream,
-                dynamic_ncols=True,
+                **self._size(),
                 mininterval=0.1,
             )
         values = {
@@ -103,6 +105,14 @@ class Progress(Watcher):
         }
         self._bar.set_postfix(values, refresh=False)
         self._bar.update(report.step - self._bar.n)
+
+    def _size(self) -> dict[str, Any]:
+        """Pseudo-terminals without a size exist (`docker -t`, recorders); tqdm would show nothing on them."""
+        try:
+            sized = os.get_terminal_size(self._stream.fileno()).columns > 0
+        except OSError:
+            sized = False
+        return {"dynamic_ncols": True} if sized else DEFAULT_SIZE
 
     def _write(self, line: str) -> None:
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""The config's keys and the rest of the house: what is generated from them is fresh, and none of them is without effect."""
+"""The config's keys and the rest of the house: generated files are fresh, and no key is silently without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its commands run, its configs load, its code parses, its links lead somewhere."""
+"""What the documentation shows is true: commands run, configs load, code parses, links lead somewhere."""
 
 from __future__ import annotations
 

@@ -38,6 +38,9 @@ def test_after_a_stop_request() -> None:
     assert judge(2, {0: -15, 1: -15}, {}, signal.SIGTERM) == Outcome(
         143, ("stopped by SIGTERM before training began; nothing was saved",)
     )
+    assert judge(2, {0: 130, 1: 130}, {0: "early", 1: "early"}, signal.SIGINT) == Outcome(
+        130, ("stopped by SIGINT before training began; nothing was saved",)
+    )
 
 
 def test_ranks_that_stopped_themselves_keep_their_code() -> None:
