@@ -162,6 +162,8 @@ class Reduction(Protocol):
     """
 
     divisor: float
+    shards: Sequence[Any]
+    """This rank's pieces of the trained parameters, as the optimizer steps on them (engine/model/zero/shards.py)."""
 
     def begin_backward(self, last: bool) -> None:
         """Before each backward of `Engine.backward`; ``last``: the step follows, so that reduction may overlap."""

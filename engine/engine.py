@@ -375,7 +375,8 @@ class Engine(Surface):
             micro_step = self.micro_steps % self._accumulation_steps
             raise EngineError(
                 f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of "
-                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
+                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, "
+                "or engine.RepeatingLoader(loader)"
             ) from None
 
     def _own_batches(self) -> Iterator[Any]:

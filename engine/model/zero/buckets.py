@@ -54,8 +54,8 @@ class Member:
 @dataclass(eq=False)
 class Bucket:
     """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
-    where the precision is the same). ``arrivals``: gradients not yet in ``collect``, where those of the round gather. ``result``: this
-    rank's shard of the reduced gradients of the window, None before the first reduction."""
+    where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
+    gather. ``result``: this rank's shard of the window's reduced gradients, None before the first reduction."""
 
     members: list[Member]
     bounds: list[int]
@@ -134,7 +134,7 @@ class BucketReduction:
 
     @torch.no_grad()
     def _deposit(self, bucket: Bucket) -> None:
-        """Put the gradients that have arrived into the bucket's buffer: one kernel call each for first and further ones."""
+        """Put the gradients that have arrived into the bucket's buffer, in one kernel call."""
         if not bucket.arrivals:
             return
         if bucket.collect is None:
