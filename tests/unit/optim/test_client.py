@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,15 +10,7 @@ import torch
 
 from engine.contracts import EngineError
 from engine.optim.client import rebind
-from tests.unit.optim.test_optimizer import build, parameters, set_gradients
-
-
-def shards_of(named: dict[str, torch.nn.Parameter]) -> dict[torch.nn.Parameter, list[tuple[str, torch.nn.Parameter]]]:
-    """The first half of each parameter, flat, as a rank of two would hold it; nothing of the bias."""
-    return {
-        p: [] if name == "linear.bias" else [(name, torch.nn.Parameter(p.detach().flatten()[: p.numel() // 2].clone()))]
-        for name, p in named.items()
-    }
+from tests.unit.optim.test_optimizer import build, parameters, set_gradients, shards_of
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])

@@ -65,6 +65,14 @@ def equal(left: dict[str, torch.nn.Parameter], right: dict[str, torch.nn.Paramet
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+def shards_of(named: dict[str, torch.nn.Parameter]) -> dict[torch.nn.Parameter, list[tuple[str, torch.nn.Parameter]]]:
+    """The first half of each parameter, flat, as a rank of two would hold it; nothing of the bias."""
+    return {
+        p: [] if name == "linear.bias" else [(name, torch.nn.Parameter(p.detach().flatten()[: p.numel() // 2].clone()))]
+        for name, p in named.items()
+    }
+
+
 # --- stepping ------------------------------------------------------------------------------------------------
 
 
