@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, real_world
+from engine.cli.resolved import data_path, resolved_config
 from engine.contracts import EngineError
 from engine.launch import RankEnvironment, StopRequest
 
@@ -140,7 +141,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     summary.on_start(model_engine.plan)
     model_engine.watchers.append(summary)
     if first:
-        write_json(options.output / "config.resolved.json", config.resolved())
+        write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
     try:
         resume(model_engine, options, say=first)
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
@@ -190,14 +191,6 @@ def named_checkpoint(path: Path) -> tuple[Path, str | None]:
 
 def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
-
-
-def data_path(path: str | None, base: Path) -> str | None:
-    """A relative path is looked for beside the config first, then in the working directory."""
-    if path is None:
-        return None
-    beside = base / Path(path).expanduser()
-    return str(beside) if beside.exists() else path
 
 
 def vocabulary_size(config: Config, arguments: dict[str, Any]) -> int | None:
