@@ -129,6 +129,7 @@ def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[...
         mesh.dp_size,
         mesh.dp_rank,
         plan.seed,
+        drop_last=plan.config.dataloader_drop_last,
         num_workers=plan.config.data.num_workers,
         collate_fn=collate_fn,
         pin_memory=mesh.device.type != "cpu",

@@ -163,6 +163,10 @@ class Reduction(Protocol):
 
     divisor: float
 
+    @property
+    def shards(self) -> Sequence[Any]:
+        """This rank's pieces of the trained parameters, as the optimizer steps on them (model/zero/shards.py)."""
+
     def begin_backward(self, last: bool) -> None:
         """Before each backward of `Engine.backward`; ``last``: the step follows, so that reduction may overlap."""
 

@@ -36,6 +36,17 @@ def backend_for(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the default generators of the CPU and of ``device``.
+
+    Not `torch.manual_seed`: that seeds every kind of accelerator torch knows, and records a stack trace for each that
+    is not in use, which costs more than the rest of a small step's bookkeeping.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

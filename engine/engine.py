@@ -24,6 +24,7 @@ from engine.collectives.shards import ShardGroup
 from engine.contracts import EngineError, LossSum, OnLayoutChange, SavedLayout, StepReport
 from engine.data.batch import count_tokens, describe, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
+from engine.device import seed_generators
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry
@@ -118,9 +119,8 @@ class Engine(Surface):
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            torch.manual_seed(
-                stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank)
-            )
+            seed = stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank)
+            seed_generators(self.mesh.device, seed)
         with self._autocast():
             output = self.module(*args, **kwargs)
         self._spend("forward", started)
@@ -375,7 +375,8 @@ class Engine(Surface):
             micro_step = self.micro_steps % self._accumulation_steps
             raise EngineError(
                 f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of "
-                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, or engine.data.RepeatingLoader(loader)"
+                f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, "
+                "or engine.RepeatingLoader(loader)"
             ) from None
 
     def _own_batches(self) -> Iterator[Any]:

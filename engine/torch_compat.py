@@ -17,6 +17,7 @@ from torch.utils import _pytree
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
 foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_

@@ -21,6 +21,7 @@ _BF16_SCALE = "belongs to fp16: bf16 has the exponent range of fp32 and needs no
 MEANINGLESS: dict[Path, str] = {
     ("zero_optimization", "grad_hooks"): "was removed from DeepSpeed; gradients are always taken from hooks; ignored",
     ("zero_optimization", "verbose"): "was removed from DeepSpeed; ignored",
+    ("zero_optimization", "legacy_stage1"): "was removed from DeepSpeed; stage 1 is the same thing; ignored",
     ("fp16", "opt_level"): "is a setting of Apex AMP and means nothing under fp16; ignored",
     ("bf16", "auto_cast"): "belongs to fp16; ignored",
     **{

@@ -137,4 +137,4 @@ class RankStream(IterableDataset[StreamItem]):
     def _dataset_state(self, position: int) -> DatasetState | None:
         if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
             return None
-        return DatasetState(position, self.dataset.state_dict())  # type: ignore[attr-defined]
+        return DatasetState(position, self.dataset.state_dict())

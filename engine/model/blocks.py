@@ -24,7 +24,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
             raise EngineError(
                 f"model.blocks: the model has no module {path!r}; containers are: {known or 'none'}"
             ) from None
-        blocks = list(container.children())
+        blocks = list(dict.fromkeys(container.children()))
         if not blocks:
             raise EngineError(f"model.blocks: {path!r} is a {type(container).__name__} without modules inside")
         return blocks
@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        children = list(module)
+        children = list(dict.fromkeys(module))  # a block that is used several times is one block
         kinds = {type(child) for child in children}
         if len(children) < 2 or len(kinds) != 1:
             continue

@@ -90,7 +90,6 @@ class ZeroSection(Section):
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
         {
             "properties": {
-                "legacy_stage1": {"const": False},
                 "mics_shard_size": {"minimum": -1, "not": {"const": 0}},
                 "zeropp_loco_param": {"propertyNames": {"enum": ["err_beta", "reset_T"]}},
             }
@@ -130,7 +129,6 @@ class ZeroSection(Section):
     allgather_sequential: bool = Field(False, description="One parameter per gather (stage 3).")
     ignore_unused_parameters: bool = Field(True, description="false: a parameter without a gradient is an error.")
     round_robin_gradients: bool = Field(False, description="Spread gradient copies to the CPU over the ranks.")
-    legacy_stage1: bool = Field(False, description="Removed from DeepSpeed; must be false.")
     zero_hpz_partition_size: int = Field(
         1, ge=0, description="ZeRO++: ranks that share a second copy of the shards (stage 3)."
     )
@@ -151,8 +149,6 @@ class ZeroSection(Section):
     leaf_module: LeafModuleSection | None = Field(None, description="Modules that are gathered as a whole.")
 
     def faults(self) -> Iterator[Fault]:
-        if self.legacy_stage1:
-            yield Fault("legacy_stage1", "was removed from DeepSpeed", "false", "delete it: stage 1 is the same thing")
         if self.mics_shard_size == 0 or self.mics_shard_size < -1:
             yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1")
         loco = self.zeropp_loco_param or {}

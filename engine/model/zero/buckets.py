@@ -15,7 +15,7 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from engine.collectives.shards import Pending, ShardGroup
 from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo
+from engine.torch_compat import foreach_add_, foreach_copy_
 
 MAX_IN_FLIGHT = 2
 """Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
@@ -36,19 +37,25 @@ class Member:
     info: ParameterInfo
     parameter: nn.Parameter
     offset: int
+    arrived: bool = False
+    """In the backward that runs now."""
     collected: bool = False
+    """In the round that runs now."""
     in_window: bool = False
 
     @property
     def stop(self) -> int:
         return self.offset + self.info.numel
 
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.stop].view(self.info.shape)
+
 
 @dataclass(eq=False)
 class Bucket:
     """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
-    where the precision is the same). ``collect``: where gradients of the current round gather. ``result``: this
-    rank's shard of the reduced gradients of the window, None before the first reduction."""
+    where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
+    gather. ``result``: this rank's shard of the window's reduced gradients, None before the first reduction."""
 
     members: list[Member]
     bounds: list[int]
@@ -59,6 +66,7 @@ class Bucket:
     home: Tensor | None = None
     collect: Tensor | None = None
     result: Tensor | None = None
+    arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
 
@@ -107,28 +115,42 @@ class BucketReduction:
 
     # --- collecting ------------------------------------------------------------------------------------------
 
-    def _make_hook(self, bucket: Bucket, member: Member):  # type: ignore[no-untyped-def]
-        start, stop, shape = member.offset, member.stop, member.info.shape
-
-        @torch.no_grad()
-        def collect(parameter: Tensor) -> None:
+    def _make_hook(self, bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if bucket.collect is None:
-                bucket.collect = self._collect_buffer(bucket)
-            view = bucket.collect[start:stop].view(shape)
-            if member.collected:
-                view.add_(gradient)
-                return
-            view.copy_(gradient)
-            member.collected = member.in_window = True
-            bucket.num_waiting -= 1
-            if self._reducing and bucket.num_waiting == 0:
-                self._advance()
+            if member.arrived:  # a second time in one backward, as reentrant checkpointing makes it
+                self._deposit(bucket)
+            else:
+                member.arrived = member.in_window = True
+                bucket.num_waiting -= 1
+            bucket.arrivals.append((member, gradient))
+            if bucket.num_waiting == 0:
+                self._deposit(bucket)
+                if self._reducing:
+                    self._advance()
 
-        return collect
+        return take
+
+    @torch.no_grad()
+    def _deposit(self, bucket: Bucket) -> None:
+        """Put the gradients that have arrived into the bucket's buffer, in one kernel call."""
+        if not bucket.arrivals:
+            return
+        if bucket.collect is None:
+            bucket.collect = self._collect_buffer(bucket)
+        firsts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        further: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for member, gradient in bucket.arrivals:
+            views, gradients = further if member.collected else firsts
+            views.append(member.view(bucket.collect))
+            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            member.collected = True
+        bucket.arrivals.clear()
+        if firsts[0]:
+            foreach_copy_(*firsts)
+        if further[0]:
+            foreach_add_(*further)
 
     def _collect_buffer(self, bucket: Bucket) -> Tensor:
         """The bucket's own buffer where whole gradients are kept and it is not in use, else a borrowed one."""
@@ -149,10 +171,12 @@ class BucketReduction:
         if self._reducing:
             self._finish_round()
             self._reducing = False
+        else:
+            self._end_pass()
 
     def finish(self) -> None:
         self._reducing = False
-        if self._num_rounds == 0 or any(bucket.collect is not None for bucket in self.buckets):
+        if self._num_rounds == 0 or any(b.arrivals or b.collect is not None for b in self.buckets):
             self._finish_round()
         for bucket in self.buckets:
             assert bucket.result is not None
@@ -163,6 +187,14 @@ class BucketReduction:
                 master = shard.parameter
                 master.grad = gradients[offset : offset + master.numel()].view(master.shape)
 
+    def _end_pass(self) -> None:
+        """A backward without reduction is over: its gradients wait in the buckets."""
+        for bucket in self.buckets:
+            self._deposit(bucket)
+            bucket.num_waiting = len(bucket.members)
+            for member in bucket.members:
+                member.arrived = False
+
     def _advance(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].num_waiting == 0:
             self._launch(self.buckets[self._next])
@@ -171,6 +203,7 @@ class BucketReduction:
     @torch.no_grad()
     def _finish_round(self) -> None:
         for bucket in self.buckets[self._next :]:
+            self._deposit(bucket)
             self._launch(bucket)
         while self._in_flight:
             self._complete()
@@ -182,7 +215,7 @@ class BucketReduction:
         for bucket in self.buckets:
             bucket.num_waiting = len(bucket.members)
             for member in bucket.members:
-                member.collected = False
+                member.arrived = member.collected = False
 
     def _launch(self, bucket: Bucket) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -261,6 +294,7 @@ class BucketReduction:
         for bucket in self.buckets:
             if bucket.collect is not None and bucket.collect is not bucket.home:
                 self._free.setdefault((bucket.collect.numel(), bucket.collect.dtype), []).append(bucket.collect)
+            bucket.arrivals.clear()
             bucket.collect = bucket.result = None
             for member in bucket.members:
                 member.in_window = False

@@ -43,12 +43,16 @@ def shard_model(
         cast_forward_inputs=False,
     )
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
-    for group in group_blocks(blocks, zero.group_elements):
+    for group in group_blocks(alone(model, blocks), zero.group_elements):
         prepare(group)
+        whole = [parameter for block in group for parameter in block.parameters()]
         fully_shard(list(group), reshard_after_forward=zero.reshard_after_forward, **arguments)  # type: ignore[call-overload]
+        _release(whole)
     prepare([model])
+    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     # the root's own parameters are used first and last: gathering them again for backward would be for nothing
     fully_shard(model, reshard_after_forward=False, **arguments)  # type: ignore[call-overload]
+    _release(whole)
     all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -57,6 +61,24 @@ def shard_model(
             # sums on the wire; the one division is part of the factor that the optimizer applies
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _release(parameters: Sequence[nn.Parameter]) -> None:
+    """Let go of what has been cut, also where somebody (a client optimizer, say) still holds the old objects."""
+    for parameter in parameters:
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def alone(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with anything outside them. The others stay with the root: FSDP2 replaces
+    parameters module by module, so a parameter tied across two groups would come apart."""
+    unit_of = {module: index for index, block in enumerate(blocks) for module in block.modules()}
+    units: dict[nn.Parameter, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            units.setdefault(parameter, set()).add(unit_of.get(module, -1))
+    shared = {unit for where in units.values() if len(where) > 1 for unit in where}
+    return [block for index, block in enumerate(blocks) if index not in shared]
 
 
 def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:

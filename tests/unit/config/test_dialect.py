@@ -70,6 +70,11 @@ READINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"zero_optimization": {}},
         "zero_optimization.grad_hooks",
     ),
+    "legacy_stage1": (
+        {"zero_optimization": {"stage": 1, "legacy_stage1": True}},
+        {"zero_optimization": {"stage": 1}},
+        "zero_optimization.legacy_stage1",
+    ),
     "thread_count": ({"aio": {"thread_count": 8}}, {"aio": {"intra_op_parallelism": 8}}, "aio.thread_count"),
     "prefer_large_batch": (
         {"elasticity": {"prefer_large_batch": False}},

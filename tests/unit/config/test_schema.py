@@ -78,7 +78,7 @@ def test_what_the_schema_cannot_say_is_known(validator: Any, name: str) -> None:
 def test_schema_and_sections_agree_on_random_values(validator: Any) -> None:
     """Any key with any scalar: both take it or both refuse it (texts that the dialect reads aside)."""
     stream = random.Random(0)
-    values = [True, False, None, 0, 1, 2, -1, 7, 0.5, 1.5, [], [1], {}, "cpu", "?"]
+    values: list[Any] = [True, False, None, 0, 1, 2, -1, 7, 0.5, 1.5, [], [1], {}, "cpu", "?"]
     disagreements = []
     for path, _ in keys():
         for value in stream.sample(values, 2):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import load_config
+from engine.config.remarks import WITHOUT_EFFECT
 from tests.unit.config.conftest import notes_of, problems_of
 
 CURRICULUM = {
@@ -238,6 +239,20 @@ VALID: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize(("tree", "path", "words"), VALID.values(), ids=VALID.keys())
 def test_what_is_right_but_surprising_is_noted(tree: dict[str, Any], path: str, words: str) -> None:
     assert words in notes_of(tree)[path]
+
+
+@pytest.mark.parametrize(("path", "entry"), WITHOUT_EFFECT.items(), ids=WITHOUT_EFFECT.keys())
+def test_what_has_no_effect_is_noted_where_it_asks_for_more(path: str, entry: tuple[str, tuple[Any, ...]]) -> None:
+    why, harmless = entry
+    other = {True: False, False: True, None: {"err_beta": 0.5} if "loco" in path else "2"}
+    for value in (*harmless, other[harmless[0]] if harmless else 1):
+        tree: Any = value
+        for part in reversed(path.split(".")):
+            tree = {part: tree}
+        if path == "optimizer.legacy_fusion":
+            tree["optimizer"]["type"] = "Adam"
+        messages = notes_of(tree)
+        assert (f"has no effect here: {why}" in messages.get(path, "")) == (value not in harmless)
 
 
 @pytest.mark.parametrize("type_", ["my.optimizers.Fancy", "file.py:Fancy", "torch.optim.SGD"])
