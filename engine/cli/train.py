@@ -46,8 +46,9 @@ def run(argv: Sequence[str]) -> int:
     output = arguments.output or Path("output") / Path(arguments.config).stem
     options = RunOptions(config, output, arguments.resume)
     resolved = plan(config, real_world(config, environment, arguments.nproc))
-    if environment.rank == 0:
-        check_output(output)
+    check_output(output)
+    if arguments.resume not in (None, "auto"):
+        named_checkpoint(Path(arguments.resume))
     if environment.launcher == "single" and resolved.world.size > 1:
         from engine.launch.elastic import launch
 
@@ -115,6 +116,7 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
     import torch
 
+    from engine.cli.failures import explain
     from engine.cli.finish import finish
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
@@ -140,15 +142,21 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     summary = Summary()
     summary.on_start(model_engine.plan)
     model_engine.watchers.append(summary)
-    if first:
-        write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
     try:
         resume(model_engine, options, say=first)
+        if first:
+            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+    except EngineError:
+        raise
+    except Exception as error:
+        if (failure := explain(error, step=model_engine.global_steps + 1)) is None:
+            raise
+        raise failure from error
     finally:
         model_engine.watchers.close()
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.

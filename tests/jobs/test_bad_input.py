@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -39,10 +40,10 @@ def write(path: Path, changes: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"train_batch_size": 8,,}', ["run.json:1:23", "JSON"]),
+        ('{"train_batch_size": 8,,}', ["run.json:1:24: a second comma"]),
         ('{"train_batch_sise": 8}', ["run.json:1:2", "train_batch_sise", "train_batch_size"]),
-        ("", ["run.json"]),
-        ("[]", ["run.json"]),
+        ("", ["run.json:1:1: is empty"]),
+        ("[]", ["run.json:1:1: the file does not hold a JSON object"]),
     ],
 )
 def test_a_config_that_is_wrong(text: str, words: list[str], tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_config_that_is_wrong(text: str, words: list[str], tmp_path: Path) -> 
 
 
 def test_a_config_that_is_not_there(tmp_path: Path) -> None:
-    assert_told(run(["--config", "absent.json"], cwd=tmp_path), MISTAKE, "absent.json")
+    assert_told(run(["--config", "absent.json"], cwd=tmp_path), MISTAKE, "absent.json: there is no such file")
     assert not list(tmp_path.iterdir())
 
 
@@ -91,7 +92,7 @@ def test_an_unknown_option_is_told_with_the_usage(tmp_path: Path) -> None:
         ({"model.target": "model.py:GTP"}, ["model.target", "GTP'; did you mean 'GPT'?"]),
         ({"model.target": "no_such_package.model:GPT"}, ["model.target", "there is no module 'no_such_package'"]),
         ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
-        ({"model.args.num_heads": 5, "model.args.width": "wide"}, ["model.target", "building GPT failed", "model.py:"]),
+        ({"model.args.num_heads": 5, "model.args.width": "wide"}, ["model.target", "building GPT failed", "gpt_text/model.py:"]),
         ({"model.args.vocabulary_size": 100}, ["token id", "vocabulary of 100"]),
         ({"data.path": "/nowhere/text"}, ["data.path", "/nowhere/text"]),
         ({"data.path": os.devnull}, ["data.path", os.devnull]),
@@ -154,7 +155,7 @@ def test_a_checkpoint_that_is_broken(
 ) -> None:
     expected, _ = whole_run
     output = tmp_path / "output"
-    copy_of_run(expected, output)
+    shutil.copytree(expected, output)
     spoil(output / "checkpoints" / "global_step12")
     before = (output / "metrics.jsonl").read_bytes()
     finished = run(small(output, {"training.steps": 14}, "--nproc", "2", "--resume", "auto"))
@@ -179,18 +180,8 @@ def test_a_port_that_somebody_else_has(small: Arguments, tmp_path: Path) -> None
         port = str(other.getsockname()[1])
         described = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         finished = start(small(tmp_path / "output"), RANK="0", LOCAL_RANK="0", **described).finish()
-    assert_told(finished, FAILURE, f"127.0.0.1:{port}", "in use", "MASTER_PORT")
+    assert_told(finished, MISTAKE, f"another process listens at 127.0.0.1:{port}", "MASTER_PORT")
     assert not (tmp_path / "output").exists()
-
-
-def test_a_rank_that_never_joins(small: Arguments, tmp_path: Path) -> None:
-    """Nobody listens where rank 0 should be."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-    described = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    arguments = small(tmp_path / "output", {}, "--join-timeout", "2")
-    finished = start(arguments, RANK="1", LOCAL_RANK="1", **described).finish()
-    assert_told(finished, FAILURE, f"127.0.0.1:{port}", "rank 0")
 
 
 def test_under_torchrun_every_rank_tells_its_name(small: Arguments, tmp_path: Path) -> None:
@@ -207,9 +198,3 @@ def corrupt(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 0xFF
     path.write_bytes(content)
-
-
-def copy_of_run(source: Path, target: Path) -> None:
-    import shutil
-
-    shutil.copytree(source, target)
