@@ -341,8 +341,12 @@ class Engine(Surface):
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
 
     def _find_nonfinite(self) -> tuple[int, str] | None:
+        """The lowest rank whose own loss was not finite, for reduced gradients are no more its own; else the lowest
+        that holds such a gradient."""
         index = self.roles.reduction.first_nonfinite()
-        found = self._agreement.lowest(None if index is None else (self.mesh.rank, index))
+        held = None if index is None else (self.mesh.rank, index)
+        began_here = not math.isfinite(float(self._window.loss))
+        found = self._agreement.lowest(held if began_here else None) or self._agreement.lowest(held)
         return None if found is None else (found[0], self.parameter_registry.infos[found[1]].name)
 
     def _check_loss(self, value: Any, is_sum: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 from collections.abc import Mapping
 
 import torch
@@ -75,7 +76,7 @@ def join_process_group(
     """Make this process part of the default process group; a group that exists is reused.
 
     Returns whether a group was made (its maker must end it). Raises EngineError when the existing group cannot serve
-    the device.
+    the device, or when the ranks do not find each other.
     """
     if dist.is_initialized():
         if device.type != "cpu" and dist.get_backend() == "gloo":
@@ -87,11 +88,27 @@ def join_process_group(
     if world_size == 1:
         return False
     options = {} if timeout_seconds is None else {"timeout": datetime.timedelta(seconds=timeout_seconds)}
-    dist.init_process_group(
-        backend_for(device),
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        **options,  # type: ignore[arg-type]
-    )
+    try:
+        dist.init_process_group(
+            backend_for(device),
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            **options,  # type: ignore[arg-type]
+        )
+    except dist.DistError as error:
+        raise EngineError(_why_not_joined(error, rank, world_size, init_method)) from error
     return True
+
+
+def _why_not_joined(error: dist.DistError, rank: int, world_size: int, init_method: str) -> str:
+    place = init_method
+    if init_method == "env://":
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in str(error):
+        return f"another process listens at {place}, where the ranks were to meet; set MASTER_PORT to a free port"
+    first_line = str(error).partition("\n")[0]
+    return (
+        f"rank {rank} of {world_size} could not meet the others at {place}: {first_line}; is rank 0 running there, "
+        f"and are MASTER_ADDR and MASTER_PORT right?"
+    )

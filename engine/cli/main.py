@@ -13,7 +13,7 @@ from importlib import import_module
 
 from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
-from engine.launch.outcome import STOPPED, STOPPED_EARLY, leave_message
+from engine.launch.outcome import STOPPED, STOPPED_EARLY, PeerLost, leave_message
 
 COMMANDS = ("train", "plan", "validate", "schema")
 
@@ -42,7 +42,7 @@ def _guarded(run: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
     try:
         return run(arguments)
     except RunFailed as error:
-        tell(str(error))
+        tell(str(error), is_consequence=isinstance(error, PeerLost))
         return FAILURE
     except EngineError as error:
         tell(str(error))
@@ -59,13 +59,13 @@ def _guarded(run: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
         return FAILURE
 
 
-def tell(message: str) -> None:
+def tell(message: str, is_consequence: bool = False) -> None:
     """Print a failure once: a launched rank hands it to its launcher, which compares the ranks' messages."""
     try:
         environment = RankEnvironment.read()
     except EngineError:
         environment = RankEnvironment()
-    if leave_message(environment.rank, message):
+    if leave_message(environment.rank, message, is_consequence):
         return
     where = f"rank {environment.rank}: " if environment.world_size > 1 else ""
     print(f"ptrain: {where}{message}", file=sys.stderr)

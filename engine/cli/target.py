@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engine.cli.user_code import describe
 from engine.contracts import EngineError
 
 FORMS = 'expected "file.py:Attribute", "package.module:Attribute" or "package.module.Attribute"'
@@ -72,7 +72,7 @@ def build_model(target: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
     try:
         model = target(**arguments)
     except Exception as error:
-        raise EngineError(f"model.target: building {name} failed: {_describe(error)}") from error
+        raise EngineError(f"model.target: building {name} failed: {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise EngineError(f"model.target: {name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
@@ -91,7 +91,7 @@ def _load_file(target: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise EngineError(f"model.target {target!r}: importing {path} failed: {_describe(error)}") from error
+        raise EngineError(f"model.target {target!r}: importing {path} failed: {describe(error)}") from error
     return module
 
 
@@ -101,9 +101,9 @@ def _load_module(target: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise EngineError(f"model.target {target!r}: there is no module {error.name!r}") from error
-        raise EngineError(f"model.target {target!r}: importing {name} failed: {_describe(error)}") from error
+        raise EngineError(f"model.target {target!r}: importing {name} failed: {describe(error)}") from error
     except Exception as error:
-        raise EngineError(f"model.target {target!r}: importing {name} failed: {_describe(error)}") from error
+        raise EngineError(f"model.target {target!r}: importing {name} failed: {describe(error)}") from error
 
 
 def _dotted(target: str, name: str, attribute: str) -> Any:
@@ -136,19 +136,6 @@ def _attribute(owner: Any, name: str, target: str) -> Any:
             raise EngineError(f"model.target {target!r}: {where} has no {part!r}{hint}")
         found = getattr(found, part)
     return found
-
-
-def _describe(error: BaseException) -> str:
-    """The error and the innermost line of the user's code, which a traceback would end with."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or filename == __file__
 
 
 def _is_are(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, real_world
+from engine.cli.resolved import data_path, resolved_config
 from engine.contracts import EngineError
 from engine.launch import RankEnvironment, StopRequest
 
@@ -45,8 +46,9 @@ def run(argv: Sequence[str]) -> int:
     output = arguments.output or Path("output") / Path(arguments.config).stem
     options = RunOptions(config, output, arguments.resume)
     resolved = plan(config, real_world(config, environment, arguments.nproc))
-    if environment.rank == 0:
-        check_output(output)
+    check_output(output)
+    if arguments.resume not in (None, "auto"):
+        named_checkpoint(Path(arguments.resume))
     if environment.launcher == "single" and resolved.world.size > 1:
         from engine.launch.elastic import launch
 
@@ -114,6 +116,7 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
     import torch
 
+    from engine.cli.failures import explain
     from engine.cli.finish import finish
     from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
@@ -139,15 +142,21 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     summary = Summary()
     summary.on_start(model_engine.plan)
     model_engine.watchers.append(summary)
-    if first:
-        write_json(options.output / "config.resolved.json", config.resolved())
     try:
         resume(model_engine, options, say=first)
+        if first:
+            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+    except EngineError:
+        raise
+    except Exception as error:
+        if (failure := explain(error, step=model_engine.global_steps + 1)) is None:
+            raise
+        raise failure from error
     finally:
         model_engine.watchers.close()
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
@@ -190,14 +199,6 @@ def named_checkpoint(path: Path) -> tuple[Path, str | None]:
 
 def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
-
-
-def data_path(path: str | None, base: Path) -> str | None:
-    """A relative path is looked for beside the config first, then in the working directory."""
-    if path is None:
-        return None
-    beside = base / Path(path).expanduser()
-    return str(beside) if beside.exists() else path
 
 
 def vocabulary_size(config: Config, arguments: dict[str, Any]) -> int | None:

@@ -29,9 +29,8 @@ class TrainingLoop:
     def run(self) -> int:
         """Returns the exit code: 0 at the end, 130 or 143 when a signal stopped the run and its state is saved."""
         engine = self.engine
+        self.stop.tell(engine.request_stop)
         while engine.global_steps < self.num_steps:
-            if self.stop.signal is not None:
-                engine.request_stop(self.stop.signal)
             engine.train_batch()
             step = engine.global_steps
             if engine.stop_requested:

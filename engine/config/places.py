@@ -71,6 +71,10 @@ class Places:
         """The ``--set`` argument behind a path, if one gave it or something above it."""
         return next((self.overrides[prefix] for prefix in _prefixes(path) if prefix in self.overrides), None)
 
+    def _below(self, path: Path) -> str | None:
+        """The ``--set`` argument that gave something below a path, and so made a section that the file lacks."""
+        return next((argument for given, argument in self.overrides.items() if given[: len(path)] == path), None)
+
     def of_key(self, path: Path) -> Place:
         return self._find(path, self.keys)
 
@@ -79,6 +83,8 @@ class Places:
 
     def _find(self, path: Path, table: dict[Path, tuple[int, int]]) -> Place:
         argument = self.override(path)
+        if argument is None and self.file is not None and self.written(path) not in table:
+            argument = self._below(path)
         if argument is not None:
             return (f"--set {argument}", None, None)
         for prefix in _prefixes(self.written(path)):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from engine.launch.outcome import FAILURE_DIRECTORY, judge, read_messages
+from engine.launch.outcome import FAILURE_DIRECTORY, judge, read_consequences, read_messages
 from engine.launch.signals import LAUNCHER_PID
 
 POLL_SECONDS = 0.05
@@ -77,7 +77,8 @@ def launch(
             context.close(signal.SIGKILL, timeout=5)
         if signals.count > 1:
             return 128 + signals.last
-        outcome = judge(nproc, exit_codes, read_messages(failures, nproc), signals.first)
+        messages, consequences = read_messages(failures, nproc), read_consequences(failures, nproc)
+        outcome = judge(nproc, exit_codes, messages, signals.first, consequences)
     for line in outcome.lines:
         print(f"ptrain: {line}", file=sys.stderr)
     return outcome.exit_code

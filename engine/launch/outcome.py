@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from engine.contracts import RunFailed
 
 FAILURE_DIRECTORY = "PTRAIN_FAILURE_DIRECTORY"
 """Set by the launcher for its ranks: a rank leaves its message there, so that the launcher prints one and not N."""
 
+CONSEQUENCE = ".consequence"
 STOPPED = (130, 143)
 USER_MISTAKE = 2
 STOPPED_EARLY = "stopped by {} before training began; nothing was saved"
 
 
-def leave_message(rank: int, message: str) -> bool:
-    """Leave the message of this rank for the launcher. Returns False where no launcher of ours waits for it."""
+class PeerLost(RunFailed):
+    """This rank cannot go on because another one has gone."""
+
+
+def leave_message(rank: int, message: str, is_consequence: bool = False) -> bool:
+    """Leave the message of this rank for the launcher. Returns False where no launcher of ours waits for it.
+
+    `is_consequence`: this rank failed because another one had.
+    """
     directory = os.environ.get(FAILURE_DIRECTORY)
     if not directory:
         return False
     try:
         (Path(directory) / f"rank{rank}").write_text(message, encoding="utf-8")
+        if is_consequence:
+            (Path(directory) / f"rank{rank}{CONSEQUENCE}").touch()
     except OSError:
         return False
     return True
@@ -31,6 +43,11 @@ def leave_message(rank: int, message: str) -> bool:
 def read_messages(directory: Path, num_ranks: int) -> dict[int, str]:
     paths = {rank: directory / f"rank{rank}" for rank in range(num_ranks)}
     return {rank: path.read_text(encoding="utf-8") for rank, path in paths.items() if path.exists()}
+
+
+def read_consequences(directory: Path, num_ranks: int) -> set[int]:
+    """The ranks that say that they failed because another one had."""
+    return {rank for rank in range(num_ranks) if (directory / f"rank{rank}{CONSEQUENCE}").exists()}
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,11 @@ class Outcome:
 
 
 def judge(
-    num_ranks: int, exit_codes: Mapping[int, int], messages: Mapping[int, str], stop: signal.Signals | None
+    num_ranks: int,
+    exit_codes: Mapping[int, int],
+    messages: Mapping[int, str],
+    stop: signal.Signals | None,
+    consequences: Collection[int] = (),
 ) -> Outcome:
     """Find the cause among the ranks' ends.
 
@@ -50,9 +71,11 @@ def judge(
     signal that killed the rank, as in `subprocess`. `stop`: the signal that the user had sent.
 
     The first rank that failed is the cause, and what others say after it is a consequence and is not printed,
-    except for user's mistakes (code 2), which never are one.
+    except for user's mistakes (code 2), which never are one. `consequences`: ranks that know themselves to be one; they
+    may end before their cause does, because connections close before a process has ended.
     """
-    failed = {rank: code for rank, code in exit_codes.items() if code != 0 and code not in STOPPED}
+    in_order = sorted(exit_codes, key=lambda rank: rank in consequences)
+    failed = {rank: code for rank in in_order if (code := exit_codes[rank]) != 0 and code not in STOPPED}
     if stop is not None:
         # Ranks that were still starting had no handler yet.
         failed = {rank: code for rank, code in failed.items() if code != -stop}

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,7 +24,17 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._notify: Callable[[signal.Signals], None] | None = None
         self._previous: dict[signal.Signals, Any] = {}
+
+    def tell(self, notify: Callable[[signal.Signals], None]) -> None:
+        """Call `notify` with the signal: at once if it has come, else from the handler, so it must do next to nothing.
+
+        A step that is under way then still hears of it, and not only the next one.
+        """
+        self._notify = notify
+        if self.signal is not None:
+            notify(self.signal)
 
     @property
     def exit_code(self) -> int:
@@ -46,6 +57,8 @@ class StopRequest:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
+        if self._notify is not None:
+            self._notify(self.signal)
         if os.environ.get("RANK", "0") == "0":
             # Not print: a handler may interrupt a write to the same buffered stream.
             os.write(2, f"\n{self.signal.name}: finishing the step and saving; once more to stop at once\n".encode())

@@ -14,11 +14,13 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.main import main
 from engine.cli.options import real_world
-from engine.cli.train import check_output, data_path, named_checkpoint, vocabulary_size
+from engine.cli.resolved import absolute_target, data_path, resolved_config
+from engine.cli.train import check_output, named_checkpoint, vocabulary_size
 from engine.config import load_config
 from engine.contracts import EngineError, RunFailed
 from engine.launch import RankEnvironment
 from engine.launch.outcome import FAILURE_DIRECTORY
+from engine.plan import World, plan
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
@@ -189,6 +191,30 @@ def test_relative_data_lies_beside_the_config_first(tmp_path: Path) -> None:
     assert data_path("text.txt", tmp_path) == str(tmp_path / "text.txt")
     assert data_path("other.txt", tmp_path) == "other.txt"
     assert data_path(None, tmp_path) is None
+
+
+def test_a_resolved_config_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").touch()
+    written = {name: value for name, value in CONFIG.items() if name != "train_batch_size"} | {
+        "train_micro_batch_size_per_gpu": 4,
+        "data": {"path": "text.txt"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": "auto"}},
+    }
+    planned = plan(load_config(written), World(2, 2))
+    resolved = resolved_config(planned, tmp_path)
+    assert resolved["train_batch_size"] == 8
+    assert resolved["scheduler"]["params"]["total_num_steps"] == 3
+    assert resolved["data"]["path"] == str(tmp_path / "text.txt")
+    assert resolved["model"]["target"] == f"{tmp_path / 'model.py'}:Model"
+    again = plan(load_config(resolved), World(1, 1))
+    assert (again.batch.global_batch_size, again.batch.accumulation_steps) == (8, 2)
+    assert again.schedule == planned.schedule
+
+
+def test_only_targets_in_files_have_a_place(tmp_path: Path) -> None:
+    assert absolute_target("package.module:Model", tmp_path) == "package.module:Model"
+    assert absolute_target("package.module.Model", tmp_path) == "package.module.Model"
+    assert absolute_target("../model.py:Model", tmp_path / "sub").endswith("sub/../model.py:Model")
 
 
 def test_vocabulary_is_the_models_or_the_configs() -> None:

@@ -46,3 +46,10 @@ def test_after_a_stop_request() -> None:
 def test_ranks_that_stopped_themselves_keep_their_code() -> None:
     """Somebody sent the signal to the ranks and not to the launcher."""
     assert judge(2, {0: 143, 1: 143}, {}, None) == Outcome(143)
+
+
+def test_who_lost_a_peer_is_no_cause_even_if_it_ended_first() -> None:
+    messages = {0: "the connection is lost", 1: "the cause"}
+    assert judge(2, {0: 1, 1: 1}, messages, None, consequences={0}).lines == ("rank 1: the cause",)
+    assert judge(2, {0: 1, 1: -9}, messages, None, consequences={0}).lines[0].startswith("rank 1 died (signal 9)")
+    assert judge(2, {0: 1}, messages, None, consequences={0}).lines == ("rank 0: the connection is lost",)

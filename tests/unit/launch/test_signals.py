@@ -22,6 +22,17 @@ def test_first_signal_is_noted_and_handlers_are_put_back() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_whoever_asks_is_told_whether_the_signal_came_before_or_after() -> None:
+    told: list[int] = []
+    with StopRequest() as stop:
+        stop.tell(told.append)
+        assert told == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM]
+        stop.tell(told.append)
+        assert told == [signal.SIGTERM] * 2
+
+
 def test_second_signal_exits_at_once() -> None:
     script = """
 import os, signal
