@@ -109,8 +109,6 @@ class FullyShardedReduction:
         mesh: Mesh,
         shard_group: ShardGroup,
     ) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model: FSDPModule = model
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
         self._device = mesh.device
@@ -121,7 +119,7 @@ class FullyShardedReduction:
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
 
     def begin_backward(self, last: bool) -> None:
-        self._model.set_is_last_backward(last)
+        pass  # FSDP2 reduces in every backward
 
     def end_backward(self) -> None:
         pass
