@@ -17,7 +17,8 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     took part, else in an installed package. None where only torch and this package did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_foreign(frame.filename)]
     own = [frame for frame in frames if not _lies_in(frame.filename, INSTALLED)]
-    return (own or frames or [None])[-1]
+    candidates = own or frames
+    return candidates[-1] if candidates else None
 
 
 def describe(error: BaseException) -> str:
