@@ -17,7 +17,7 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     took part, else in an installed package. None where only torch and this package did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_foreign(frame.filename)]
     own = [frame for frame in frames if not _lies_in(frame.filename, INSTALLED)]
-    return (own or frames or [None])[-1]
+    return own[-1] if own else frames[-1] if frames else None
 
 
 def describe(error: BaseException) -> str:
@@ -33,9 +33,7 @@ def _is_foreign(filename: str) -> bool:
     if filename.startswith("<") or _lies_in(filename, (PACKAGE,)) or Path(filename).name == "ptrain":
         return True
     torch = tuple(f"{folder}/torch" for folder in INSTALLED)
-    return _lies_in(filename, torch) or (
-        _lies_in(filename, STANDARD_LIBRARY) and not _lies_in(filename, INSTALLED)
-    )
+    return _lies_in(filename, torch) or (_lies_in(filename, STANDARD_LIBRARY) and not _lies_in(filename, INSTALLED))
 
 
 def _lies_in(filename: str, folders: tuple[str, ...]) -> bool:
