@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.conftest import Arguments
-from tests.jobs.job import EXAMPLE, MODELS, ROOT, Finished, run, settings, start
+from tests.jobs.job import EXAMPLE, MODELS, ROOT, Finished, run, start
 
 MISTAKE, FAILURE = 2, 1
 MAX_SECONDS = 20
