@@ -33,9 +33,7 @@ def _is_foreign(filename: str) -> bool:
     if filename.startswith("<") or _lies_in(filename, (PACKAGE,)) or Path(filename).name == "ptrain":
         return True
     torch = tuple(f"{folder}/torch" for folder in INSTALLED)
-    return _lies_in(filename, torch) or (
-        _lies_in(filename, STANDARD_LIBRARY) and not _lies_in(filename, INSTALLED)
-    )
+    return _lies_in(filename, torch) or (_lies_in(filename, STANDARD_LIBRARY) and not _lies_in(filename, INSTALLED))
 
 
 def _lies_in(filename: str, folders: tuple[str, ...]) -> bool:
