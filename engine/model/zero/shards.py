@@ -25,6 +25,8 @@ class ParameterShard:
     parameter: nn.Parameter
     start: int
     stop: int
+    on_every_rank: bool = False
+    """Whether all ranks hold the same, so that rank 0 saves it. Else the stage says which ranks save."""
 
     @property
     def whole(self) -> bool:
