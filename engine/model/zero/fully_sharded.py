@@ -21,9 +21,10 @@ from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
 from engine.model.zero.layout import DTYPES
-from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
+from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
+from engine.torch_compat import foreach_norm
 
 
 def shard_model(
@@ -137,7 +138,7 @@ class FullyShardedReduction:
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                self._watch_use(name, module, registry)
+                self._watch_use(name, module, registry)  # type: ignore[arg-type]
 
     def _watch_use(self, module_name: str, module: nn.Module, registry: ParameterRegistry) -> None:
         """Note which parameters get gradients. Those are the gathered ones, which FSDP2 makes in the first forward and
@@ -175,10 +176,14 @@ class FullyShardedReduction:
 
     @torch.no_grad()
     def sum_of_squares(self, exact: bool = False) -> Tensor:
+        gradients = [s.parameter.grad.reshape(-1) for s in self.shards if s.parameter.grad is not None]
+        few = [gradient for gradient in gradients if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for shard in self.shards:
-            if shard.parameter.grad is not None:
-                total += sum_of_squares(shard.parameter.grad.reshape(-1), exact)
+        if few:  # one kernel call for all biases and norms
+            total += torch.stack(foreach_norm(few)).double().square().sum()
+        for gradient in gradients:
+            if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
+                total += sum_of_squares(gradient, exact)
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:

@@ -53,6 +53,8 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
 
 
 ROW = 1 << 10
+MAX_NUMEL_OF_ONE_SUM = 4 * ROW
+"""Up to here one fp32 sum is exact enough for a norm."""
 
 
 def sum_of_squares(flat: Tensor, exact: bool = False) -> Tensor:
