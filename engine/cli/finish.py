@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from engine.cli.sample import sample_text
+from engine.cli.user_code import describe
 from engine.contracts import StepReport
 from engine.data.tokens import bigram_entropy
 from engine.device import peak_memory_bytes
@@ -37,16 +37,15 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
         write_json(output / "summary.json", built)
         print(final_line(built))
         print(f"written to {output}: summary.json, metrics.jsonl, config.resolved.json, checkpoints", flush=True)
-    if corpus.is_text:
+    if corpus.is_text and config.training.sample_length:
         try:
-            sample = sample_text(model_engine, config.training.sample_length, config.seed)
-        except RuntimeError as error:
+            sample = sample_text(model_engine, config.training.sample_length)
+            said = f"a sample of {len(sample)} characters:\n{sample}"
+        except Exception as error:
             # The run is over and saved; a model that cannot write (its weights are NaN, say) does not undo that.
-            sample = None
-            if mesh.rank == 0:
-                print(f"no sample: generate() failed: {error}", flush=True)
-        if mesh.rank == 0 and sample is not None:
-            print(f"a sample of {len(sample)} characters:\n{sample}", flush=True)
+            said = f"no sample: {describe(error)}"
+        if mesh.rank == 0:
+            print(said, flush=True)
 
 
 def last_train_loss(report: StepReport | None, output: Path) -> float | None:
@@ -63,37 +62,3 @@ def final_line(summary: dict[str, Any]) -> str:
     shown = [f"{name} {'not finite' if value is None else format(value, '.4f')}" for name, value in values.items()]
     speed = f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
     return f"step {summary['steps']}: {' | '.join(shown)} (nats per token) | {speed}"
-
-
-def sample_text(model_engine: Any, length: int, seed: int) -> str | None:
-    """`length` characters that the model writes after a line break; None if it has no `generate(ids, num_tokens)`.
-
-    All ranks draw the same tokens from a generator of their own, which training never sees.
-    """
-    generate = getattr(model_engine.module, "generate", None)
-    if length == 0 or generate is None:
-        return None
-    names = inspect.signature(generate).parameters
-    if "num_tokens" not in names:
-        return None
-    device = model_engine.mesh.device
-    arguments = {"generator": torch.Generator(device).manual_seed(seed)} if "generator" in names else {}
-    token_ids = torch.tensor([[ord("\n")]], device=device)
-    text = ""
-    was_training = model_engine.module.training
-    model_engine.module.eval()
-    try:
-        with torch.no_grad():
-            # Several bytes can make one character, so the first round may fall short.
-            while len(text) < length:
-                token_ids = generate(token_ids, num_tokens=length - len(text), **arguments)
-                text = readable(bytes(token % 256 for token in token_ids[0, 1:].tolist()))
-    finally:
-        model_engine.module.train(was_training)
-    return text[:length]
-
-
-def readable(text: bytes) -> str:
-    """Text that is safe to print: no broken bytes, no control characters that would move a terminal's cursor."""
-    decoded = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded)

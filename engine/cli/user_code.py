@@ -17,7 +17,7 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     took part, else in an installed package. None where only torch and this package did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_foreign(frame.filename)]
     own = [frame for frame in frames if not _lies_in(frame.filename, INSTALLED)]
-    return (own or frames or [None])[-1]
+    return own[-1] if own else frames[-1] if frames else None
 
 
 def describe(error: BaseException) -> str:

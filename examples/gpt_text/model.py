@@ -1,9 +1,4 @@
-"""A small GPT over bytes: pre-norm blocks, causal attention, an output layer tied to the embedding.
-
-Nothing here knows of the engine: this is the user's own model. With ``labels`` the forward returns the loss.
-"""
-
-from __future__ import annotations
+"""A small GPT over bytes: pre-norm blocks, causal attention, an output layer tied to the embedding. Knows no engine."""
 
 import math
 
@@ -21,47 +16,35 @@ class Block(nn.Module):
         self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.num_heads, -1)
+        heads = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        attended = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        attended = self.attention_out(mixed.transpose(1, 2).flatten(2))
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))), self.dropout, self.training)
 
 
 class GPT(nn.Module):
-    """``input_ids`` and ``labels``: (batch, length <= sequence_length) int64. Returns the mean loss (0-dim) in nats
-    per token when labels are given, else logits (batch, length, vocabulary_size)."""
+    """(batch, length) int64 -> logits (batch, length, vocabulary_size), or with ``labels`` the mean loss in nats."""
 
     def __init__(
-        self,
-        vocabulary_size: int = 256,
-        num_blocks: int = 8,
-        width: int = 96,
-        num_heads: int = 4,
-        sequence_length: int = 128,
-        dropout: float = 0.0,
-        tie_embeddings: bool = True,
+        self, vocabulary_size, num_blocks=8, width=96, num_heads=4, sequence_length=128, dropout=0, tie_embeddings=True
     ) -> None:
         super().__init__()
-        self.sequence_length, self.num_blocks = sequence_length, num_blocks
+        self.num_blocks = num_blocks
         self.token_embedding = nn.Embedding(vocabulary_size, width)
         self.position_embedding = nn.Embedding(sequence_length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary_size, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary_size, bias=False)
         if tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's initialisation: normal of 0.02, the layers that write to the residual stream scaled by its depth."""
+        """GPT-2's: normal of 0.02, the layers that write to the residual stream scaled by its depth."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
         if isinstance(module, Block):
             for layer in (module.attention_out, module.mlp_out):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.num_blocks))
@@ -73,18 +56,3 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-    @torch.no_grad()
-    def generate(
-        self, prompt_ids: Tensor, num_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Append ``num_tokens`` sampled tokens to ``prompt_ids`` (batch, length); temperature 0 takes the likeliest."""
-        ids = prompt_ids
-        for _ in range(num_tokens):
-            logits = self(ids[:, -self.sequence_length :])[:, -1].float()
-            if temperature == 0:
-                chosen = logits.argmax(dim=-1, keepdim=True)
-            else:
-                chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-            ids = torch.cat([ids, chosen], dim=1)
-        return ids

@@ -17,7 +17,8 @@ Arguments = Callable[..., list[str]]
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 kB of words in random order."""
-    words = random.Random(0).choices("the model learns what a word is made of, and then which words follow it".split(), k=12000)
+    sentence = "the model learns what a word is made of, and then which words follow it"
+    words = random.Random(0).choices(sentence.split(" "), k=12000)
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("\n".join(" ".join(words[at : at + 12]) for at in range(0, len(words), 12)))
     return path

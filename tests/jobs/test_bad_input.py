@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.conftest import Arguments
-from tests.jobs.job import EXAMPLE, MODELS, ROOT, Finished, run, settings, start
+from tests.jobs.job import EXAMPLE, MODELS, ROOT, Finished, run, start
 
 MISTAKE, FAILURE = 2, 1
 MAX_SECONDS = 20
@@ -92,7 +92,10 @@ def test_an_unknown_option_is_told_with_the_usage(tmp_path: Path) -> None:
         ({"model.target": "model.py:GTP"}, ["model.target", "GTP'; did you mean 'GPT'?"]),
         ({"model.target": "no_such_package.model:GPT"}, ["model.target", "there is no module 'no_such_package'"]),
         ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
-        ({"model.args.num_heads": 5, "model.args.width": "wide"}, ["model.target", "building GPT failed", "gpt_text/model.py:"]),
+        (
+            {"model.args.num_heads": 5, "model.args.width": "wide"},
+            ["model.target", "building GPT failed", "gpt_text/model.py:"],
+        ),
         ({"model.args.vocabulary_size": 100}, ["token id", "vocabulary of 100"]),
         ({"data.path": "/nowhere/text"}, ["data.path", "/nowhere/text"]),
         ({"data.path": os.devnull}, ["data.path", os.devnull]),

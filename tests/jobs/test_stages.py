@@ -37,7 +37,9 @@ def full_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     outputs = {stage: folder / f"stage{stage}" for stage in range(4)}
     for stage, output in outputs.items():
         arguments = ["--config", str(EXAMPLE), "--nproc", "2", "--output", str(output)]
-        finished = run([*arguments, "--set", f"zero_optimization.stage={stage}", "--set", "training.eval_interval=null"])
+        finished = run(
+            [*arguments, "--set", f"zero_optimization.stage={stage}", "--set", "training.eval_interval=null"]
+        )
         assert finished.code == 0, finished.err
     return outputs
 

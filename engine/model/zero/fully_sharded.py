@@ -124,8 +124,6 @@ class FullyShardedReduction:
         mesh: Mesh,
         shard_group: ShardGroup,
     ) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model: FSDPModule = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
@@ -139,7 +137,7 @@ class FullyShardedReduction:
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                self._watch_use(name, module, registry)
+                self._watch_use(name, module, registry)  # type: ignore[arg-type]
 
     def _watch_use(self, module_name: str, module: nn.Module, registry: ParameterRegistry) -> None:
         """Note which parameters get gradients. Those are the gathered ones, which FSDP2 makes in the first forward and
@@ -161,7 +159,7 @@ class FullyShardedReduction:
         self._used.add(index)
 
     def begin_backward(self, last: bool) -> None:
-        self._model.set_is_last_backward(last)
+        pass  # FSDP2 reduces in every backward
 
     def end_backward(self) -> None:
         pass

@@ -6,14 +6,15 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from engine.cli.finish import finish, readable, sample_text
+from engine.cli.finish import finish
+from engine.cli.sample import logits_of, readable
 from engine.cli.train import RunOptions, resume
 from engine.cli.training_loop import TrainingLoop, evaluation_batches, steps_of_epochs
 from engine.contracts import EngineError, StepReport
@@ -35,7 +36,7 @@ class CountingEngine:
         }
         section = SimpleNamespace(**(defaults | {"sample_length": 5} | training))
         batch = SimpleNamespace(micro_batch_size=2, accumulation_steps=3)
-        config = SimpleNamespace(training=section, seed=0, hash=lambda: "abc")
+        config = SimpleNamespace(training=section, data=SimpleNamespace(sequence_length=4), seed=0, hash=lambda: "abc")
         self.plan = SimpleNamespace(config=config, batch=batch)
         self.mesh = SimpleNamespace(rank=0, world_size=1, dp_rank=0, dp_size=1, device=torch.device("cpu"))
         self.module: Any = nn.Identity()
@@ -52,6 +53,9 @@ class CountingEngine:
     @property
     def global_tokens(self) -> int:
         return 24 * self.global_steps
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        return self.module(**batch)
 
     def train_batch_size(self) -> int:
         return 6
@@ -180,13 +184,20 @@ def test_resume_from_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 class Writer(nn.Module):
-    """Writes a letter, or one of two bytes that make `é`, so that characters are fewer than tokens; each
-    round begins anew."""
+    """Its next token follows from the last one alone: the two bytes of `é`, then an `x`, over and over.
 
-    def generate(self, token_ids: torch.Tensor, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    So a sample may end inside a character.
+    """
+
+    NEXT: ClassVar[dict[int, int]] = {ord("\n"): 0xC3, 0xC3: 0xA9, 0xA9: ord("x"), ord("x"): 0xC3}
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         assert not self.training
-        letters = torch.tensor([[0xC3, 0xA9, ord("x")]]).repeat(1, num_tokens)[:, :num_tokens]
-        return torch.cat([token_ids, letters], dim=1)
+        assert input_ids.shape[1] <= 4, "the context is data.sequence_length"
+        logits = torch.full((*input_ids.shape, 300), -torch.inf)
+        logits[0, -1, self.NEXT[int(input_ids[0, -1])]] = 0.0
+        logits[0, -1, 256:] = 1000.0
+        return logits
 
 
 def test_finish_writes_the_summary_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +213,7 @@ def test_finish_writes_the_summary_and_prints(tmp_path: Path, capsys: pytest.Cap
     assert out[0].startswith(
         "step 2: train loss 0.5000 | validation loss 0.5000 | bigram entropy 0.0000 (nats per token)"
     )
-    assert out[-2:] == ["a sample of 5 characters:", "éxéé\N{REPLACEMENT CHARACTER}"]
+    assert out[-2:] == ["a sample of 5 characters:", "éxéx\N{REPLACEMENT CHARACTER}"]
     assert engine.module.training
 
 
@@ -214,17 +225,32 @@ def test_the_train_loss_of_a_finished_run_is_read_from_its_metrics(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["train_loss"] == 2.0
 
 
-def test_a_model_that_cannot_write_has_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (RuntimeError("weights are NaN"), "no sample: RuntimeError: weights are NaN"),
+        (torch.ones(3), "the model returned a tensor of shape (3,), which holds no logits"),
+    ],
+)
+def test_a_model_that_cannot_write_has_no_sample(
+    output: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Broken(nn.Module):
-        def generate(self, token_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-            raise RuntimeError("weights are NaN")
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            if isinstance(output, Exception):
+                raise output
+            return output
 
     engine = CountingEngine(steps=2)
-    assert sample_text(engine, 5, 0) is None
     engine.module = Broken()
     finish(engine, corpus(), Summary(), tmp_path)
-    assert "no sample: generate() failed: weights are NaN" in capsys.readouterr().out
+    assert words in capsys.readouterr().out
     assert (tmp_path / "summary.json").exists()
+
+
+def test_where_logits_are() -> None:
+    logits = torch.ones(1, 2, 3)
+    assert all(logits_of(output) is logits for output in (logits, {"logits": logits}, SimpleNamespace(logits=logits)))
 
 
 def test_a_sample_cannot_move_the_cursor() -> None:
