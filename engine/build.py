@@ -26,7 +26,7 @@ from engine.optim.factory import granularity
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
-from engine.optim.schedule_factory import build_schedule
+from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_state import ScheduleState
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
@@ -117,7 +117,7 @@ def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) 
         return NoSchedule()
     if lr_scheduler is None:
         return build_schedule(plan.schedule, optimizer)
-    return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+    return client_schedule(lr_scheduler, optimizer)
 
 
 def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[..., Any] | None) -> DistributedLoader:
