@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from engine.cli.options import Parser, add_config_options, imagined_world, posit
 from engine.cli.resolved import data_path, resolved_config
 from engine.contracts import EngineError
 from engine.launch import RankEnvironment, StopRequest
+from engine.launch.threads import thread_environment
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -43,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
         print(plan(config, imagined_world(config, size, "--nproc" if arguments.nproc else "one process")).render())
         return 0
     _check_can_train(config)
+    os.environ.update(thread_environment(arguments.nproc or environment.local_world_size))
     output = arguments.output or Path("output") / Path(arguments.config).stem
     options = RunOptions(config, output, arguments.resume)
     resolved = plan(config, real_world(config, environment, arguments.nproc))

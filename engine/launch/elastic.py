@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.launch.outcome import FAILURE_DIRECTORY, judge, read_consequences, read_messages
 from engine.launch.signals import LAUNCHER_PID
+from engine.launch.threads import thread_environment
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
@@ -176,16 +177,10 @@ def _kill(pids: Collection[int]) -> None:
 
 
 def _default_environment(nproc: int) -> dict[str, str]:
-    """OMP_NUM_THREADS shares the cores where the user has not set it; PYTHONPATH lets workers find this checkout."""
-    environment = {}
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
+    """Threads share the cores; PYTHONPATH lets workers find this checkout."""
+    environment = thread_environment(nproc)
     root = str(Path(__file__).resolve().parents[2])
     if Path(root).name not in ("site-packages", "dist-packages"):
         present = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = root + (os.pathsep + present if present else "")
     return environment
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
