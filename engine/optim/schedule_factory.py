@@ -93,7 +93,7 @@ def client_schedule(scheduler: Any, optimizer: EngineOptimizer) -> Any:
     held = getattr(made, "optimizer", None)
     if held is not None and held is not optimizer and held not in optimizer.inner:
         raise EngineError(
-            f"lr_scheduler= is a {name} of another optimizer than the one that trains, so it would have no effect; pass "
-            "its optimizer as optimizer= as well, or pass a callable that builds the scheduler from the optimizer"
+            f"lr_scheduler= is a {name} of another optimizer than the one that trains, so it would have no effect; "
+            "pass its optimizer as optimizer= as well, or pass a callable that builds the scheduler from the optimizer"
         )
     return made

@@ -100,6 +100,8 @@ def _accumulation_dtype(config: Config, compute: Dtype, findings: Findings) -> D
             repair=f"set {path} to {allowed[-1]} or remove it",
         )
         return "fp32"
+    if dtype != "fp32" and config.zero_optimization.stage == 3:
+        findings.note(path, "no effect at stage 3 on more than one rank: shards of gradients are added up in fp32")
     return findings.resolved(path, dtype)
 
 

@@ -271,12 +271,12 @@ def test_client_schedule(ranks, client):
 def test_a_scheduler_of_a_foreign_optimizer_is_refused():
     model = CASE.model()
     foreign = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 2)
-    with pytest.raises(EngineError, match="lr_scheduler.*another optimizer"):
+    with pytest.raises(EngineError, match=r"lr_scheduler.*another optimizer"):
         engine.initialize(model=model, config=config_of(0, 1), lr_scheduler=foreign)
 
 
 def test_a_scheduler_that_needs_a_metric_is_refused():
-    with pytest.raises(EngineError, match="ReduceLROnPlateau.*metric"):
+    with pytest.raises(EngineError, match=r"ReduceLROnPlateau.*metric"):
         engine.initialize(
             model=CASE.model(), config=config_of(0, 1), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
         )
