@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,17 @@ def build(
 
     # roles
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
-    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, shard_group.sum)
+    stepper = optimizer_over(
+        reduction.shards,
+        registry,
+        plan.optimizer,
+        client,
+        lambda norms: shard_group.sum(norms.to(device)).to(norms.device),
+    )
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
-        stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=reduction.zero_gradients)
+        stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     roles = Roles(
         reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn
     )
@@ -75,7 +82,7 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=_persistent_buffers(model),
+        buffers=partial(_persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
@@ -84,7 +91,8 @@ def build(
         config=plan.config.raw,
         tag_validation=plan.config.checkpoint.tag_validation,
     )
-    state.add(ScheduleState(schedule), precision, loader, RandomStates())
+    state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     # what only watches
     watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)
