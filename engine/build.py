@@ -61,21 +61,14 @@ def build(
     reduction = data_parallel.reduction
 
     # roles
-    shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
-    stepper = optimizer_over(
-        reduction.shards,
-        registry,
-        plan.optimizer,
-        client,
-        lambda norms: shard_group.sum(norms.to(device)).to(norms.device),
-    )
+    sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
+    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
-    roles = Roles(
-        reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn
-    )
+    clipping = build_clipping(plan.gradient_clipping)
+    roles = Roles(reduction, precision, clipping, stepper, schedule, NoCurriculum(), loss_fn)
 
     # data and state
     loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None

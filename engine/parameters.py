@@ -7,6 +7,7 @@ name, its other names are aliases.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from engine.config.messages import EngineError
+
+log = logging.getLogger("engine")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,14 @@ class ParameterRegistry:
             self.infos.append(info)
             self._info_of[parameter] = info
             self._current.append(parameter)
+        outside = [info.name for info in self.infos if info.trainable and info.group is None]
+        if outside:
+            log.warning(
+                "%d trainable parameters (%s, ...) are in no optimizer group: the engine neither reduces, steps nor clears "
+                "their gradients; freeze them with requires_grad_(False) if that is meant",
+                len(outside),
+                outside[0],
+            )
         self.by_name = {info.name: info for info in self.infos}
         self.aliases = {alias: info.name for info in self.infos for alias in info.aliases}
 
