@@ -28,7 +28,7 @@ from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry
+from engine.parameters import ParameterRegistry, check_free, claim
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -50,6 +50,7 @@ def build(
 ) -> Engine:
     """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
     # who is where, and who is who
+    check_free(model)
     mesh, ledger = Mesh(plan.degrees, device), Ledger()
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
     client = client_optimizer(optimizer, model, model_parameters)
@@ -65,7 +66,7 @@ def build(
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
-        stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=reduction.zero_gradients)
+        stepper.bind(loss_scale=lambda: precision.scale)
     roles = Roles(
         reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn
     )
@@ -89,6 +90,7 @@ def build(
     # what only watches
     watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)
 
+    claim(model)
     return Engine(
         model,
         plan,

@@ -67,12 +67,15 @@ class Engine(Surface):
         self._agreement = Agreement(ShardGroup.of(mesh, "world", ledger), mesh.device)
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
+        self._num_forwards = 0  # in this micro-step
         self._boundary_override: bool | None = None
         self._in_no_sync = self._noted_no_sync = False
         self._stop_signal = 0
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
+        if roles.optimizer is not None:
+            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
         watchers.on_start(plan)
 
@@ -86,8 +89,9 @@ class Engine(Surface):
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            seed = stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank)
-            seed_generators(self.mesh.device, seed)
+            place_in_run = (self.global_steps, self.micro_steps, self._num_forwards, self.mesh.dp_rank)
+            seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
+            self._num_forwards += 1
         with self._autocast():
             output = self.module(*args, **kwargs)
         self._window.spend("forward", started)
@@ -127,11 +131,13 @@ class Engine(Surface):
         """
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._num_forwards = 0
         self._window.num_micro_steps += 1
         if not boundary:
             return
         started = time.perf_counter()
         roles, window, optimizer = self.roles, self._window, self._require_optimizer()
+        self._check_scaled()
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
@@ -259,7 +265,7 @@ class Engine(Surface):
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self._forget_window()
+            self.zero_grad()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -310,9 +316,14 @@ class Engine(Surface):
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
 
+    def zero_grad(self) -> None:
+        """Drop what has come together since the last boundary: gradients, losses and counts."""
+        self.roles.reduction.zero_gradients()
+        self._window = Window(num_micro_steps=self._window.num_micro_steps)
+
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
-        self._window, self._batches = Window(), None
+        self._window, self._batches, self._num_forwards = Window(), None, 0
 
     def _untouched_everywhere(self) -> set[int]:
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
@@ -338,6 +349,14 @@ class Engine(Surface):
             )
         if self._window.num_losses and is_sum != bool(self._window.num_counted):
             raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
+
+    def _check_scaled(self) -> None:
+        scale = self.roles.precision.scale
+        if scale != 1.0 and self._window.num_losses == 0:
+            raise EngineError(
+                f"step() found no loss that went through backward(): the loss scale ({scale:g}) is applied there, so "
+                "call model_engine.backward(loss) instead of loss.backward(), or train in bf16"
+            )
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:

@@ -10,11 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from engine.config.messages import EngineError
+
+_claimed: WeakSet[nn.Module] = WeakSet()
+
+
+def check_free(model: nn.Module) -> None:
+    """Raises EngineError where an engine that is not destroyed has ``model`` or a part of it: two engines would fight
+    over gradients and storage."""
+    for name, module in model.named_modules():
+        if module in _claimed:
+            what = f"its module {name}" if name else "the model"
+            raise EngineError(
+                f"{what} ({type(module).__name__}) already belongs to an engine: destroy() that one first (a model "
+                "that was sharded by stage 3 stays cut and must be built anew), or give each engine a model of its own"
+            )
+
+
+def claim(model: nn.Module) -> None:
+    """Note that ``model`` and all its modules belong to an engine now."""
+    _claimed.update(model.modules())
+
+
+def release(model: nn.Module) -> None:
+    """Undo `claim`, unless the model's parameters are cut."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        _claimed.difference_update(model.modules())
 
 
 @dataclass(frozen=True)

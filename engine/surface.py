@@ -15,6 +15,7 @@ from engine.checkpoint.tree import StateTree
 from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
+from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.window import Window
@@ -87,10 +88,6 @@ class Surface:
     def eval(self) -> Self:
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the window."""
-        self.roles.reduction.zero_gradients()
-
     # --- state, requests, end ----------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -151,6 +148,7 @@ class Surface:
     def destroy(self) -> None:
         """Let go of hooks, watchers and the process group that `initialize` made."""
         self.roles.reduction.close()
+        release(self.module)
         self.watchers.close()
         self._on_destroy()
 
