@@ -29,7 +29,7 @@ from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry
+from engine.parameters import ParameterRegistry, check_free, claim
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -51,6 +51,7 @@ def build(
 ) -> Engine:
     """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
     # who is where, and who is who
+    check_free(model)
     mesh, ledger = Mesh(plan.degrees, device), Ledger()
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
     client = client_optimizer(optimizer, model, model_parameters)
@@ -90,6 +91,7 @@ def build(
     # what only watches
     watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)
 
+    claim(model)
     return Engine(
         model,
         plan,

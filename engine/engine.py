@@ -73,6 +73,8 @@ class Engine(Surface):
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
+        if roles.optimizer is not None:
+            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
         watchers.on_start(plan)
 
@@ -132,6 +134,7 @@ class Engine(Surface):
             return
         started = time.perf_counter()
         roles, window, optimizer = self.roles, self._window, self._require_optimizer()
+        self._check_scaled()
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
@@ -256,7 +259,7 @@ class Engine(Surface):
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self._forget_window()
+            self.zero_grad()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -307,6 +310,11 @@ class Engine(Surface):
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
 
+    def zero_grad(self) -> None:
+        """Drop what has come together since the last boundary: gradients, losses and counts."""
+        self.roles.reduction.zero_gradients()
+        self._window = Window(num_micro_steps=self._window.num_micro_steps)
+
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
         self._window = Window()
@@ -335,6 +343,14 @@ class Engine(Surface):
             )
         if self._window.num_losses and is_sum != bool(self._window.num_counted):
             raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
+
+    def _check_scaled(self) -> None:
+        scale = self.roles.precision.scale
+        if scale != 1.0 and self._window.num_losses == 0:
+            raise EngineError(
+                f"step() found no loss that went through backward(): the loss scale ({scale:g}) is applied there, so "
+                "call model_engine.backward(loss) instead of loss.backward(), or train in bf16"
+            )
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:

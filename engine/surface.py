@@ -16,6 +16,7 @@ from engine.checkpoint.tree import StateTree
 from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
+from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.window import Window
@@ -91,12 +92,6 @@ class Surface:
     def eval(self) -> Self:
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients that have come together in this window; its micro-steps stay counted."""
-        num_micro_steps = self._window.num_micro_steps
-        self._forget_window()
-        self._window.num_micro_steps = num_micro_steps
-
     # --- state, requests, end ----------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -164,6 +159,7 @@ class Surface:
     def destroy(self) -> None:
         """Let go of hooks, watchers and the process group that `initialize` made."""
         self.roles.reduction.close()
+        release(self.module)
         self.watchers.close()
         self._on_destroy()
 
