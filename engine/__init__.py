@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.contracts import EngineError, LossSum, RunFailed, StepReport, Watcher
     from engine.data.loader import RepeatingLoader
     from engine.engine import Engine
-    from engine.entry import add_config_arguments, initialize
+    from engine.entry import add_config_arguments, init_distributed, initialize
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ _HOMES = {
     "StepReport": "engine.contracts",
     "Watcher": "engine.contracts",
     "add_config_arguments": "engine.entry",
+    "init_distributed": "engine.entry",
     "initialize": "engine.entry",
     "load_config": "engine.config",
 }
@@ -46,6 +47,7 @@ __all__ = [
     "Watcher",
     "__version__",
     "add_config_arguments",
+    "init_distributed",
     "initialize",
     "load_config",
 ]

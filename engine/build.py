@@ -26,7 +26,7 @@ from engine.optim.factory import granularity
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
-from engine.optim.schedule_factory import build_schedule
+from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_state import ScheduleState
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
@@ -78,8 +78,7 @@ def build(
         buffers=_persistent_buffers(model),
         optimizer=stepper,
         aliases=registry.aliases,
-        writes_trained=data_parallel.writes_trained,
-        writes_frozen=data_parallel.writes_frozen,
+        writes_shards=data_parallel.writes_shards,
         rank=mesh.rank,
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
@@ -118,7 +117,7 @@ def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) 
         return NoSchedule()
     if lr_scheduler is None:
         return build_schedule(plan.schedule, optimizer)
-    return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+    return client_schedule(lr_scheduler, optimizer)
 
 
 def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[..., Any] | None) -> DistributedLoader:

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.agreement import Agreement
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.contracts import EngineError, LossSum, OnLayoutChange, SavedLayout, StepReport
+from engine.contracts import EngineError, LossSum, StepReport
 from engine.data.batch import count_tokens, describe, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
@@ -33,41 +32,9 @@ from engine.random import stream_seed
 from engine.surface import Roles, Surface
 from engine.watch import WatcherList
 from engine.watch.health import Health
+from engine.window import Counters, Window
 
 log = logging.getLogger("engine")
-
-
-@dataclass
-class Window:
-    """What has come together since the last boundary."""
-
-    loss: Tensor | float = 0.0
-    num_losses: int = 0
-    count: Tensor | float = 0.0
-    num_counted: int = 0
-    num_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
-
-
-class Counters:
-    """The engine's counters as a part of its state."""
-
-    name = "run"
-    on_layout_change: OnLayoutChange = "reshard"
-    NAMES = ("global_steps", "global_samples", "global_tokens", "micro_steps", "skipped_steps")
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def state(self) -> dict[str, Any]:
-        return {name: getattr(self._engine, name) for name in self.NAMES}
-
-    def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
-        for name in self.NAMES:
-            setattr(self._engine, name, state[name])
-        # a save inside a window has nothing of it, and another layout may have other windows
-        self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()
 
 
 class Engine(Surface):
@@ -123,7 +90,7 @@ class Engine(Surface):
             seed_generators(self.mesh.device, seed)
         with self._autocast():
             output = self.module(*args, **kwargs)
-        self._spend("forward", started)
+        self._window.spend("forward", started)
         return output
 
     forward = __call__
@@ -149,7 +116,7 @@ class Engine(Surface):
         self.roles.reduction.begin_backward(self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         (scaled * self.roles.precision.scale).backward(retain_graph=retain_graph)
         self.roles.reduction.end_backward()
-        self._spend("backward", started)
+        window.spend("backward", started)
         return scaled.detach()
 
     @torch.no_grad()
@@ -158,10 +125,9 @@ class Engine(Surface):
 
         Raises RunFailed, on all ranks alike, when training cannot go on (engine/watch/health.py).
         """
-        if self._in_no_sync:
-            raise EngineError("step() was called inside no_sync(); leave the context first")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._window.num_micro_steps += 1
         if not boundary:
             return
         started = time.perf_counter()
@@ -169,7 +135,7 @@ class Engine(Surface):
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
-        divisor = roles.precision.scale * (agreed["count"] / self._replicas or roles.reduction.divisor)
+        divisor = roles.precision.scale * self._divisor(agreed["count"])
         norm = math.sqrt(agreed["sum_of_squares"]) / divisor if applied else None
         lr, scale, culprit = self.get_lr()[0], roles.precision.scale, None
         if applied:
@@ -183,13 +149,14 @@ class Engine(Surface):
         roles.precision.update(not applied)
         roles.reduction.zero_gradients()
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += window.num_micro_steps * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / self._replicas)
         self.skipped_steps += not applied
         optimizer.overflow = not applied
-        self._spend("step", started)
+        window.spend("step", started)
         self._window = Window()
         self._report(agreed, window, applied, norm, lr, scale, culprit)
+        self._window.leave_out(self._window.started)
 
     def _agree(self, sum_of_squares: Tensor) -> dict[str, float]:
         """What all ranks must know alike, in one all-reduce (a second one only if the norm overflowed)."""
@@ -225,7 +192,7 @@ class Engine(Surface):
             managed = (
                 self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
             )
-            loss = agreed["loss"] / (agreed["count"] or managed)
+            loss = agreed["loss"] / (agreed["count"] or managed * window.share)
         report = StepReport(
             step=self.global_steps,
             applied=applied,
@@ -254,7 +221,8 @@ class Engine(Surface):
         epoch. Returns the loss (0-dim, CPU): the mean over the window and all ranks.
         """
         batches = data_iter if data_iter is not None else self._own_batches()
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         for _ in range(self._accumulation_steps):
             self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
             self.step()
@@ -268,7 +236,7 @@ class Engine(Surface):
 
         No gradient, no counter and no training random stream is touched.
         """
-        was_training = self.module.training
+        started, was_training = time.perf_counter(), self.module.training
         self.module.eval()
         try:
             total: Tensor | float = 0.0
@@ -281,40 +249,43 @@ class Engine(Surface):
         finally:
             self.module.train(was_training)
         agreed = self._agreement.sum({"total": total, "count": count})
+        self._window.leave_out(started)
         return torch.tensor(agreed["total"] / agreed["count"])
 
     def flush(self, discard: bool = False) -> None:
-        """Close an incomplete window: step on what has come together, or discard it. No window, no effect."""
-        if self._window.num_losses == 0:
+        """Close an incomplete window: step on the mean of what has come, or discard it. No window, no effect."""
+        window = self._window
+        if window.num_micro_steps == 0:
             return
+        self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self.roles.reduction.zero_gradients()
-            self._window = Window()
-            self.micro_steps -= self.micro_steps % self._accumulation_steps
+            self._forget_window()
             return
+        if self.plan.batch.managed:
+            window.share = window.num_micro_steps / self._accumulation_steps
+        window.num_micro_steps -= 1  # step() counts one
+        self.micro_steps -= 1
         override, self._boundary_override = self._boundary_override, True
         try:
             self.step()
         finally:
             self._boundary_override = override
-        self.micro_steps += -self.micro_steps % self._accumulation_steps
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside do not reduce. At stages 2 and 3, which never keep whole gradients, a no-op."""
-        if self._in_no_sync:
-            raise EngineError("no_sync() is not reentrant")
+        """Backward passes inside do not reduce. At stages 2 and 3, which never keep whole gradients, a no-op.
+
+        The numbers are the same either way; what has not been reduced by the boundary is reduced there.
+        """
         if not self.roles.reduction.defers() and not self._noted_no_sync:
             self._noted_no_sync = True
-            log.warning(
-                "no_sync() has no effect at ZeRO stage %d: gradients are reduced in every backward",
-                self.plan.zero.stage,
-            )
-        self._in_no_sync = True
+            stage = self.plan.zero.stage
+            log.warning("no_sync() has no effect at ZeRO stage %d: every backward reduces its gradients", stage)
+        before, self._in_no_sync = self._in_no_sync, True
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self._in_no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the model."""
@@ -332,6 +303,12 @@ class Engine(Surface):
     def _replicas(self) -> float:
         """How many ranks see the same samples: sums over the world count each sample that often."""
         return self.mesh.world_size / self.mesh.dp_size
+
+    def _divisor(self, count: float) -> float:
+        """What the summed gradients are divided by besides the loss scale; ``count``: of `LossSum`, over the world."""
+        if count:
+            return count / self._replicas / self.plan.zero.predivide_factor
+        return self.roles.reduction.divisor * self._window.share
 
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
@@ -368,9 +345,6 @@ class Engine(Surface):
                 "step() needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to initialize()"
             )
         return self.optimizer
-
-    def _spend(self, phase: str, started: float) -> None:
-        self._window.seconds[phase] = self._window.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""`initialize` and `add_config_arguments`: how a script comes in."""
+"""`initialize`, `init_distributed` and `add_config_arguments`: how a script comes in."""
 
 from __future__ import annotations
 
@@ -86,6 +86,20 @@ def initialize(
         on_destroy=dist.destroy_process_group if owns_group else lambda: None,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def init_distributed(timeout_seconds: float | None = None) -> bool:
+    """Make the process group that torchrun's or SLURM's variables describe; one that exists is kept.
+
+    `initialize` does this by itself; scripts that communicate before it call this first. Returns whether there is a
+    group now (one process needs none).
+    """
+    environment = _environment()
+    if not dist.is_initialized():
+        environment.export()
+        device = current_device(environment.local_rank)
+        join_process_group(environment.rank, environment.world_size, "env://", device, timeout_seconds)
+    return dist.is_initialized()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,6 +17,7 @@ from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import Plan
 from engine.watch import WatcherList
+from engine.window import Window
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Surface:
     optimizer: EngineOptimizer | None
     last_report: StepReport | None
     global_steps: int
+    micro_steps: int
+    _window: Window
     _accumulation_steps: int
     _stop_signal: int
     _state: StateTree
@@ -101,8 +105,10 @@ class Surface:
 
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
+        started = time.perf_counter()
         tag = tag or default_tag(self.global_steps)
         self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        self._window.leave_out(started)
         return True
 
     def load_checkpoint(

@@ -35,6 +35,8 @@ class Shard(Protocol):
     def parameter(self) -> nn.Parameter: ...
     @property
     def start(self) -> int: ...
+    @property
+    def on_every_rank(self) -> bool: ...
     def chunks(self, name: str, tensor: Tensor) -> Iterator[Chunk]: ...
 
 
@@ -49,8 +51,8 @@ class OptimizerState(Protocol):
 class StateTree:
     """The state of one engine on one rank.
 
-    ``trained``/``frozen``: this rank's shards. ``writes_trained``/``writes_frozen``: whether this rank is the one of
-    their replicas that saves them. ``config`` is the resolved config as JSON.
+    ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
+    saves them; what is on every rank comes from rank 0. ``config`` is the resolved config as JSON.
     """
 
     def __init__(
@@ -61,8 +63,7 @@ class StateTree:
         buffers: Mapping[str, Tensor],
         optimizer: OptimizerState | None,
         aliases: Mapping[str, str],
-        writes_trained: bool,
-        writes_frozen: bool,
+        writes_shards: bool,
         rank: int,
         layout: SavedLayout,
         config: Mapping[str, Any],
@@ -70,7 +71,7 @@ class StateTree:
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
         self._aliases, self._rank, self.layout = aliases, rank, layout
-        self._writes_trained, self._writes_frozen = writes_trained, writes_frozen
+        self._writes_shards = writes_shards
         self._config, self._tag_validation = config, tag_validation
         self._parts: dict[str, Stateful] = {}
 
@@ -90,10 +91,11 @@ class StateTree:
     ) -> Path:
         """Write ``directory/tag``. All ranks call it."""
         chunks: list[Chunk] = []
-        if self._writes_trained:
+        if self._writes_shards:
             chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
-        if self._writes_frozen and not exclude_frozen:
-            chunks += self._parameter_chunks(self._frozen)
+        if not exclude_frozen:
+            mine = [s for s in self._frozen if (self._rank == 0 if s.on_every_rank else self._writes_shards)]
+            chunks += self._parameter_chunks(mine)
         if self._rank == 0:
             chunks += self._buffer_chunks()
         states: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine.config.messages import EngineError
 from engine.parameters import ParameterRegistry
@@ -100,7 +99,7 @@ class Materialiser:
 
     def _place(self, module: nn.Module, broadcast: bool) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter in self._placed or isinstance(parameter, DTensor):
+            if parameter in self._placed:
                 continue
             self._placed.add(parameter)
             dtype = self._dtype_of(parameter.dtype)

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.optim.client import rebind
 from engine.optim.factory import build_optimizer
-from engine.optim.lamb import NormReduce
+from engine.optim.lamb import Lamb, NormReduce
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry
 from engine.plan.plan import OptimizerPlan
@@ -66,4 +66,17 @@ def optimizer_over(
         info = registry.info(parameter)
         return None if info is None else held.get(info.index, [])
 
-    return rebind(client, shards_of)
+    stepper = rebind(client, shards_of)
+    if isinstance(client, Lamb):
+        _reduce_norms(client, registry, norm_reduce)
+    return stepper
+
+
+def _reduce_norms(optimizer: Lamb, registry: ParameterRegistry, norm_reduce: NormReduce) -> None:
+    """Trust ratios of whole parameters for a client's Lamb, which now holds shards of them."""
+    for group in optimizer.param_groups:
+        infos = [registry.by_name[name] for name in group["param_names"]]
+        group["global_index"] = [info.index for info in infos]
+        group["global_ndim"] = [len(info.shape) for info in infos]
+        group["num_global"] = len(registry)
+    optimizer.norm_reduce = norm_reduce

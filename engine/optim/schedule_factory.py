@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import torch
 from torch.optim import lr_scheduler as torch_schedules
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engine.contracts import EngineError
 from engine.optim.one_cycle import OneCycle
+from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedules import ConstantSchedule, LRRangeTest, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from engine.optim.signatures import check_parameters, described
 from engine.plan.plan import SchedulePlan
@@ -73,3 +75,25 @@ def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) 
         raise
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise EngineError(f"scheduler.params do not suit {plan.type}: {error}. It takes {described(cls)}.") from error
+
+
+def client_schedule(scheduler: Any, optimizer: EngineOptimizer) -> Any:
+    """The scheduler that the user passed, or what the user's callable makes of ``optimizer``.
+
+    Raises EngineError for one that would have no effect, because it holds another optimizer, and for one whose
+    ``step()`` needs a metric.
+    """
+    made = scheduler if not isinstance(scheduler, type) and hasattr(scheduler, "step") else scheduler(optimizer)
+    name = type(made).__name__
+    if isinstance(made, torch_schedules.ReduceLROnPlateau):
+        raise EngineError(
+            f"lr_scheduler= is a {name}, whose step() needs a metric that the engine does not know; leave it out of "
+            "initialize() and step it yourself, built on the optimizer that initialize() returns"
+        )
+    held = getattr(made, "optimizer", None)
+    if held is not None and held is not optimizer and held not in optimizer.inner:
+        raise EngineError(
+            f"lr_scheduler= is a {name} of another optimizer than the one that trains, so it would have no effect; "
+            "pass its optimizer as optimizer= as well, or pass a callable that builds the scheduler from the optimizer"
+        )
+    return made

@@ -43,6 +43,11 @@ STAGE_3_KEYS = (
 """Keys of ``zero_optimization`` that are about sharded parameters."""
 
 INEFFECTIVE = (
+    Ineffective(
+        "torch_autocast.lower_precision_safe_modules",
+        "gradients of all modules are reduced in communication_data_type, and autocast decides by operation",
+        (None,),
+    ),
     Ineffective(ZERO + "contiguous_gradients", "gradients always lie in contiguous buckets", (True,)),
     Ineffective(ZERO + "reduce_scatter", "from stage 1 on each gradient goes to its owner only", (True,)),
     Ineffective(ZERO + "overlap_comm", "communication always overlaps where the boundary is known", (True, None)),

@@ -78,7 +78,6 @@ class PrecisionPlan:
 
     compute: Dtype = "fp32"
     autocast: Dtype | None = None
-    autocast_safe_modules: tuple[str, ...] | None = None
     accumulate: Dtype = "fp32"
     reduce: Dtype = "fp32"
     buffers: Dtype | None = None

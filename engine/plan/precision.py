@@ -23,11 +23,9 @@ def resolve_precision(config: Config, findings: Findings) -> PrecisionPlan:
     autocast = _autocast_dtype(config, compute, findings)
     _check_parameter_dtype(config, compute, findings)
     _note_wide_gradients(config, compute, findings)
-    safe_modules = config.torch_autocast.lower_precision_safe_modules if autocast else None
     return PrecisionPlan(
         compute=compute,
         autocast=autocast,
-        autocast_safe_modules=None if safe_modules is None else tuple(safe_modules),
         accumulate=_accumulation_dtype(config, compute, findings),
         reduce=_reduction_dtype(config, compute, findings),
         buffers=config.data_types.buffer_dtype,
@@ -102,6 +100,8 @@ def _accumulation_dtype(config: Config, compute: Dtype, findings: Findings) -> D
             repair=f"set {path} to {allowed[-1]} or remove it",
         )
         return "fp32"
+    if dtype != "fp32" and config.zero_optimization.stage == 3:
+        findings.note(path, "no effect at stage 3 on more than one rank: shards of gradients are added up in fp32")
     return findings.resolved(path, dtype)
 
 

@@ -133,6 +133,47 @@ def setup_engine(model: GPT, workload: Workload, *, stage: int) -> Step:
     return engine_step(initialize()(model=model, config=json_config(workload, stage))[0])
 
 
+def setup_by_hand(model: GPT, workload: Workload, *, stage: int) -> Step:
+    """The engine's mechanism of a stage without its Engine: a loop written on `engine.model.zero` itself."""
+    from engine.collectives.ledger import Ledger
+    from engine.collectives.shards import ShardGroup
+    from engine.config import load_config
+    from engine.mesh import Mesh
+    from engine.model import zero
+    from engine.model.blocks import find_blocks
+    from engine.parameters import ParameterRegistry
+    from engine.plan import World, plan
+
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    resolved = plan(load_config(json_config(workload, stage)), World(world, world))
+    mesh, ledger, blocks = Mesh(resolved.degrees, torch.device("cpu")), Ledger(), find_blocks(model)
+    registry = ParameterRegistry(model, None, blocks)
+    reduction = zero.apply(model, registry, blocks, resolved, mesh, ledger, "elementwise").reduction
+    ranks = ShardGroup.of(mesh, "world", ledger)
+    masters = [shard.parameter for shard in reduction.shards]
+    optimizer = torch.optim.AdamW(masters, fused=True, **workload.adamw_arguments)
+
+    def step(micro_batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        total = 0.0
+        for index, (tokens, targets) in enumerate(micro_batches, start=1):
+            loss = model(tokens, targets) / workload.accumulation_steps
+            reduction.begin_backward(last=index == workload.accumulation_steps)
+            loss.backward()
+            reduction.end_backward()
+            total += loss.item()
+        reduction.finish()
+        norm = ranks.sum(reduction.sum_of_squares()).sqrt().item() / reduction.divisor
+        factor = min(1.0, workload.clip / (norm + 1e-6)) / reduction.divisor
+        optimizer.grad_scale = torch.tensor(1.0 / factor)  # type: ignore[attr-defined]
+        optimizer.step()
+        reduction.publish()
+        reduction.zero_gradients()
+        return total
+
+    return step
+
+
 def load_deepspeed() -> None:
     import logging
 
@@ -161,6 +202,7 @@ ROWS: dict[str, Row] = {
         for stage in STAGES
     },
     **{f"engine-s{stage}": Row(partial(setup_engine, stage=stage), load_engine) for stage in STAGES},
+    **{f"hand-s{stage}": Row(partial(setup_by_hand, stage=stage), load_engine) for stage in STAGES},
 }
 BASE = "ddp"
 """The row that ratios refer to."""

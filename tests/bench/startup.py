@@ -21,6 +21,12 @@ IMPORT_TORCH = """
 import torch, torch.distributed.fsdp
 model = torch.nn.Linear(8, 8)
 """
+WITH_OPTIMIZER = (
+    IMPORT_TORCH
+    + """
+torch.optim.AdamW(model.parameters())  # the first optimizer of a process loads torch._dynamo, whoever builds it
+"""
+)
 INITIALIZE = """
 import torch, engine
 model = torch.nn.Linear(8, 8)
@@ -53,7 +59,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write the table here as Markdown")
     args = parser.parse_args()
-    names = {"import engine": IMPORT_ENGINE, "import torch and FSDP": IMPORT_TORCH, "engine.initialize": INITIALIZE}
+    names = {"import engine": IMPORT_ENGINE, "torch and FSDP": IMPORT_TORCH}
+    names |= {"torch, FSDP and a first optimizer": WITH_OPTIMIZER, "engine.initialize": INITIALIZE}
     runs: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name, code in names.items():

@@ -25,8 +25,10 @@ def assert_equal_to(
     for result, _, _ in by_rank[1:]:
         assert result.losses == first.losses
         assert result.norms == first.norms
-    assert first.losses == pytest.approx(reference.losses, rel=0, abs=losses)
-    assert first.norms == pytest.approx(reference.norms, rel=norms)
+    assert first.losses == pytest.approx(reference.losses, rel=0, abs=losses), (
+        f"losses {first.losses}, not {reference.losses}"
+    )
+    assert first.norms == pytest.approx(reference.norms, rel=norms), f"norms {first.norms}, not {reference.norms}"
     whole = assemble([pieces for _, pieces, _ in by_rank])
     assert whole.keys() == reference.parameters.keys()
     for name, expected in reference.parameters.items():

@@ -23,6 +23,7 @@ RUNGS = (
     "build",
     "engine",
     "surface",
+    "window",
     "model",
     "optim",
     "data",

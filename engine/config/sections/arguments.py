@@ -10,6 +10,7 @@ _TORCH = "foreach maximize capturable differentiable fused"
 _ADAM = f"lr betas eps weight_decay bias_correction amsgrad {_TORCH}"
 _FUSED_ADAM = f"{_ADAM} set_grad_none torch_adam adam_w_mode fp32_optimizer_states"
 _LAMB = "lr betas eps weight_decay bias_correction eps_inside_sqrt amsgrad max_coeff min_coeff set_grad_none"
+_OWN_LAMB = f"{_LAMB} compat exclude_from_adaptation"
 _ONE_BIT = "cuda_aware comm_backend_name eps_inside_sqrt"
 
 OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -18,7 +19,7 @@ OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
         "Adam": _FUSED_ADAM,
         "AdamW": _FUSED_ADAM,
         "Adagrad": f"lr lr_decay weight_decay initial_accumulator_value eps amsgrad fp32_optimizer_states {_TORCH}",
-        "Lamb": _LAMB,
+        "Lamb": _OWN_LAMB,
         "Lion": "lr betas weight_decay set_grad_none fp32_optimizer_states",
         "Muon": "lr muon_lr adam_lr momentum weight_decay ns_method nesterov ns_steps ns_coefficients betas eps "
         "adjust_lr_fn",

@@ -19,6 +19,7 @@ from engine.model.materialise import Materialiser
 from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.fully_sharded import FullyShardedReduction, row_shards, shard_model
 from engine.model.zero.layout import DTYPES, HALF, Granularity, build_buckets, compute_dtype, master_dtype
+from engine.model.zero.scalars import ShardedWithScalars
 from engine.model.zero.shards import ParameterShard
 from engine.model.zero.whole_parameters import OwnedParametersReduction
 from engine.parameters import ParameterRegistry
@@ -31,13 +32,12 @@ __all__ = ["DTYPES", "Granularity", "ParameterShard", "Zero", "apply"]
 class Zero:
     """The role, and this rank's shards of the parameters that it does not train.
 
-    ``writes_trained``/``writes_frozen``: whether this rank saves them, as one of those that hold the same.
+    ``writes_shards``: whether this rank saves them, as one of those that hold the same.
     """
 
-    reduction: BucketReduction | FullyShardedReduction
+    reduction: BucketReduction | FullyShardedReduction | ShardedWithScalars
     frozen: Sequence[ParameterShard]
-    writes_trained: bool
-    writes_frozen: bool
+    writes_shards: bool
 
 
 def apply(
@@ -68,8 +68,18 @@ def apply(
         shard_model(model, blocks, plan.zero, precision, mesh, shard_group, materialise)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
-        sharding = kind(model, registry, managed, plan.zero, mesh, shard_group)
-        return Zero(sharding, row_shards(model, registry, mesh, indices), first_replica, first_replica)
+        rows = [info for info in managed if info.shape]
+        sharding = kind(model, registry, rows, plan.zero, mesh, shard_group)
+        scalars = [(info, parameter) for info, parameter in registry.parameters() if info in managed and not info.shape]
+        for info, parameter in registry.parameters():
+            if not info.shape and info.index not in indices:
+                parameter.data = parameter.data.to(compute_dtype(info.dtype, precision))
+        frozen_rows = row_shards(model, registry, mesh, indices)
+        if not scalars:
+            return Zero(sharding, frozen_rows, first_replica)
+        whole = replace(plan.zero, stage=1, bucket_elements=len(scalars))
+        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group)
+        return Zero(ShardedWithScalars(sharding, buckets), frozen_rows, first_replica)
 
     materialise([model])
     trained, frozen = [], []
@@ -78,10 +88,10 @@ def apply(
             trained.append((info, parameter))
             continue
         parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
-        frozen.append(ParameterShard(info, parameter, 0, info.numel))
+        frozen.append(ParameterShard(info, parameter, 0, info.numel, on_every_rank=True))
     cast_buffers(model, plan.precision)
     reduction = build_buckets(trained, plan.zero, plan.precision, granularity, shard_group, replicate_group)
-    return Zero(reduction, frozen, first_replica, first_replica and shard_group.rank == 0)
+    return Zero(reduction, frozen, first_replica)
 
 
 @torch.no_grad()

@@ -225,6 +225,7 @@ class BucketReduction:
         for member in bucket.members:
             if not member.collected:
                 collected[member.offset : member.stop].zero_()
+        collected[bucket.members[-1].stop :].zero_()  # padding: the buffer may have served a bucket that had none here
         if self._predivide_factor != 1.0:
             collected.div_(self._predivide_factor)
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)

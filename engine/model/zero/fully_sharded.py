@@ -7,20 +7,24 @@ shards that the optimizer and checkpoints read.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
 from engine.model.zero.layout import DTYPES
-from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
+from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
+from engine.torch_compat import foreach_norm
 
 
 def shard_model(
@@ -36,6 +40,7 @@ def shard_model(
 
     Consecutive blocks share a group until it holds ``zero.group_elements`` elements. Before a group is cut,
     ``prepare(modules)`` makes its values real and equal on all ranks, so that no rank ever holds the whole model.
+    0-dim parameters, which FSDP2 cannot cut, are left as they are.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision.compute == "fp32" else DTYPES[precision.compute],
@@ -45,13 +50,15 @@ def shard_model(
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
     for group in group_blocks(alone(model, blocks), zero.group_elements):
         prepare(group)
-        whole = [parameter for block in group for parameter in block.parameters()]
-        fully_shard(list(group), reshard_after_forward=zero.reshard_after_forward, **arguments)  # type: ignore[call-overload]
+        whole = [p for block in group for p in block.parameters() if p.ndim]
+        fully_shard(  # type: ignore[call-overload]
+            list(group), reshard_after_forward=zero.reshard_after_forward, ignored_params=scalars(group), **arguments
+        )
         _release(whole)
     prepare([model])
-    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    whole = [p for p in model.parameters() if p.ndim and not isinstance(p, DTensor)]
     # the root's own parameters are used first and last: gathering them again for backward would be for nothing
-    fully_shard(model, reshard_after_forward=False, **arguments)  # type: ignore[call-overload]
+    fully_shard(model, reshard_after_forward=False, ignored_params=scalars([model]), **arguments)  # type: ignore[call-overload]
     _release(whole)
     all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
     for module in model.modules():
@@ -61,6 +68,10 @@ def shard_model(
             # sums on the wire; the one division is part of the factor that the optimizer applies
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # else ranks that used different parameters would reduce-scatter different sizes
+            reduce_unused = getattr(module, "set_reduce_scatter_unused_params", None)  # newer than torch 2.11
+            if reduce_unused is not None:
+                reduce_unused(True, recurse=False)
 
 
 def _release(parameters: Sequence[nn.Parameter]) -> None:
@@ -72,13 +83,18 @@ def _release(parameters: Sequence[nn.Parameter]) -> None:
 def alone(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks that share no parameter with anything outside them. The others stay with the root: FSDP2 replaces
     parameters module by module, so a parameter tied across two groups would come apart."""
-    unit_of = {module: index for index, block in enumerate(blocks) for module in block.modules()}
-    units: dict[nn.Parameter, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            units.setdefault(parameter, set()).add(unit_of.get(module, -1))
-    shared = {unit for where in units.values() if len(where) > 1 for unit in where}
-    return [block for index, block in enumerate(blocks) if index not in shared]
+    num_names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+
+    def is_alone(block: nn.Module) -> bool:
+        inside = Counter(p for _, p in block.named_parameters(remove_duplicate=False))
+        return all(num_names[p] == number for p, number in inside.items())
+
+    return [block for block in blocks if is_alone(block)]
+
+
+def scalars(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """The 0-dim parameters of ``modules``."""
+    return {p for module in modules for p in module.parameters() if p.ndim == 0}
 
 
 def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:
@@ -109,8 +125,7 @@ class FullyShardedReduction:
         mesh: Mesh,
         shard_group: ShardGroup,
     ) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model: FSDPModule = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
         self._device = mesh.device
@@ -119,9 +134,33 @@ class FullyShardedReduction:
         self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
+        self._used: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                self._watch_use(name, module, registry)  # type: ignore[arg-type]
+
+    def _watch_use(self, module_name: str, module: nn.Module, registry: ParameterRegistry) -> None:
+        """Note which parameters get gradients. Those are the gathered ones, which FSDP2 makes in the first forward and
+        keeps: they are found in a hook that runs once, after FSDP2's own."""
+        prefix = f"{module_name}." if module_name else ""
+
+        def find(module: nn.Module, args: object) -> None:
+            once.remove()
+            for name, parameter in module.named_parameters():
+                info = registry.by_name.get(registry.aliases.get(prefix + name, prefix + name))
+                if info is not None and info.group is not None and info.shape and not isinstance(parameter, DTensor):
+                    note = functools.partial(self._note_use, info.index)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+        once = module.register_forward_pre_hook(find)
+        self._hooks.append(once)
+
+    def _note_use(self, index: int, parameter: Tensor) -> None:
+        self._used.add(index)
 
     def begin_backward(self, last: bool) -> None:
-        self._model.set_is_last_backward(last)
+        pass  # FSDP2 reduces in every backward
 
     def end_backward(self) -> None:
         pass
@@ -137,25 +176,35 @@ class FullyShardedReduction:
 
     @torch.no_grad()
     def sum_of_squares(self, exact: bool = False) -> Tensor:
+        gradients = [s.parameter.grad.reshape(-1) for s in self.shards if s.parameter.grad is not None]
+        few = [gradient for gradient in gradients if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for shard in self.shards:
-            if shard.parameter.grad is not None:
-                total += sum_of_squares(shard.parameter.grad.reshape(-1), exact)
+        if few:  # one kernel call for all biases and norms
+            total += torch.stack(foreach_norm(few)).double().square().sum()
+        for gradient in gradients:
+            if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
+                total += sum_of_squares(gradient, exact)
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
     def untouched(self) -> list[int]:
-        return []  # FSDP2 leaves the gradient of a parameter that no rank used at None already
+        return [info.index for info, _ in self.parameters if info.index not in self._used]
 
     def drop_gradients(self, indices: set[int]) -> None:
-        pass
+        for shard in self.shards:
+            if shard.info.index in indices:
+                shard.parameter.grad = None
 
     def publish(self) -> None:
-        """Nothing to do: the masters are the shards that the next forward gathers."""
+        """The masters are the shards that the next forward gathers. What a forward without a backward (an evaluation
+        between backward and step, or before a load) has left gathered is of old values."""
+        for module in self._units:
+            module.reshard()
 
     def zero_gradients(self) -> None:
+        self._used.clear()
         for _, parameter in self.parameters:
             parameter.grad = None
         for shard in self.shards:
@@ -165,7 +214,8 @@ class FullyShardedReduction:
         return False
 
     def close(self) -> None:
-        pass
+        for hook in self._hooks:
+            hook.remove()
 
 
 def row_shards(
@@ -176,10 +226,10 @@ def row_shards(
     sharded = dict(model.named_parameters())
     shards = []
     for info in registry.infos:
-        start, stop = row_range(info.shape, rank, size)
+        start, stop = row_range(info.shape, rank, size) if info.shape else (0, 1)
         if start < stop and (info.index in indices) != complement:
             local = nn.Parameter(local_part(sharded[info.name]), requires_grad=info.trainable)
-            shards.append(ParameterShard(info, local, start, stop))
+            shards.append(ParameterShard(info, local, start, stop, on_every_rank=not info.shape))
     return shards
 
 
@@ -191,8 +241,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def row_range(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
     """The elements of the flattened parameter that FSDP2 keeps on ``rank``: whole rows, as `torch.chunk` cuts them."""
-    rows = shape[0] if shape else 1
-    per_row = torch.Size(shape[1:]).numel() if shape else 1
+    rows, per_row = shape[0], torch.Size(shape[1:]).numel()
     chunk = -(-rows // size)
     first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
     return first * per_row, last * per_row

@@ -25,6 +25,8 @@ class ParameterShard:
     parameter: nn.Parameter
     start: int
     stop: int
+    on_every_rank: bool = False
+    """Whether all ranks hold the same, so that rank 0 saves it. Else the stage says which ranks save."""
 
     @property
     def whole(self) -> bool:
@@ -51,6 +53,8 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
 
 
 ROW = 1 << 10
+MAX_NUMEL_OF_ONE_SUM = 4 * ROW
+"""Up to here one fp32 sum is exact enough for a norm."""
 
 
 def sum_of_squares(flat: Tensor, exact: bool = False) -> Tensor:

@@ -55,6 +55,7 @@ class OwnedParametersReduction(FullyShardedReduction):
 
     @torch.no_grad()
     def publish(self) -> None:
+        super().publish()
         operations: list[dist.P2POp] = []
         whole = {shard.info.index: shard.parameter for shard in self.shards}
         for (info, parameter), owner in zip(self.parameters, self._owners, strict=True):
