@@ -73,6 +73,8 @@ class Engine(Surface):
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
+        if roles.optimizer is not None:
+            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
         watchers.on_start(plan)
 
@@ -86,8 +88,9 @@ class Engine(Surface):
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            seed = stream_seed(self.plan.seed, "dropout", self.global_steps, self.micro_steps, self.mesh.dp_rank)
-            seed_generators(self.mesh.device, seed)
+            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
+            seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
+            self._window.num_forwards += 1
         with self._autocast():
             output = self.module(*args, **kwargs)
         self._window.spend("forward", started)
@@ -107,9 +110,8 @@ class Engine(Surface):
         value = loss.total if isinstance(loss, LossSum) else loss
         self._check_loss(value, isinstance(loss, LossSum))
         window = self._window
-        window.loss = window.loss + value.detach()
-        window.num_losses += 1
         divides = self.plan.batch.managed and scale_wrt_gas and not isinstance(loss, LossSum)
+        window.add_loss(value.detach().float(), is_divided=not scale_wrt_gas)
         if isinstance(loss, LossSum):
             window.count, window.num_counted = window.count + loss.count, window.num_counted + 1
         scaled = value / self._accumulation_steps if divides else value
@@ -132,6 +134,7 @@ class Engine(Surface):
             return
         started = time.perf_counter()
         roles, window, optimizer = self.roles, self._window, self._require_optimizer()
+        self._check_scaled()
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
@@ -149,7 +152,8 @@ class Engine(Surface):
         roles.precision.update(not applied)
         roles.reduction.zero_gradients()
         self.global_steps += 1
-        self.global_samples += window.num_micro_steps * self.plan.batch.micro_batch_size * self.mesh.dp_size
+        num_micro_batches = window.num_micro_steps if self.plan.batch.managed else window.num_forwards
+        self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / self._replicas)
         self.skipped_steps += not applied
         optimizer.overflow = not applied
@@ -163,7 +167,7 @@ class Engine(Surface):
         window = self._window
         mine: dict[str, Tensor | float] = {
             "sum_of_squares": sum_of_squares,
-            "loss": window.loss,
+            "loss": window.mean_loss(self.plan.batch.managed),
             "num_losses": window.num_losses,
             "count": window.count,
             "tokens": window.num_tokens,
@@ -187,12 +191,7 @@ class Engine(Surface):
         scale: float,
         culprit: tuple[int, str] | None,
     ) -> None:
-        loss = None
-        if agreed["num_losses"]:
-            managed = (
-                self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
-            )
-            loss = agreed["loss"] / (agreed["count"] or managed * window.share)
+        loss = agreed["loss"] / (agreed["count"] or self.mesh.world_size) if agreed["num_losses"] else None
         report = StepReport(
             step=self.global_steps,
             applied=applied,
@@ -224,7 +223,7 @@ class Engine(Surface):
         if not self.module.training:
             self.module.train()
         for _ in range(self._accumulation_steps):
-            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
+            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn, self.mesh.device))
             self.step()
         assert self.last_report is not None
         assert self.last_report.loss is not None
@@ -242,9 +241,9 @@ class Engine(Surface):
             total: Tensor | float = 0.0
             count: Tensor | float = 0.0
             for _ in range(num_micro_batches or self._accumulation_steps):
-                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn)
+                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn, self.mesh.device)
                 is_sum = isinstance(loss, LossSum)
-                total = total + (loss.total if isinstance(loss, LossSum) else loss)
+                total = total + (loss.total if isinstance(loss, LossSum) else loss).float()
                 count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
         finally:
             self.module.train(was_training)
@@ -255,11 +254,12 @@ class Engine(Surface):
     def flush(self, discard: bool = False) -> None:
         """Close an incomplete window: step on the mean of what has come, or discard it. No window, no effect."""
         window = self._window
+        window.num_micro_steps = max(window.num_micro_steps, min(window.num_losses, 1))
         if window.num_micro_steps == 0:
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self._forget_window()
+            self.zero_grad()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -310,9 +310,14 @@ class Engine(Surface):
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
 
+    def zero_grad(self) -> None:
+        """Drop what has come together since the last boundary: gradients, losses and counts."""
+        self.roles.reduction.zero_gradients()
+        self._window = Window(num_micro_steps=self._window.num_micro_steps)
+
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
-        self._window, self._batches = Window(), None
+        self._window = Window()
 
     def _untouched_everywhere(self) -> set[int]:
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
@@ -338,6 +343,14 @@ class Engine(Surface):
             )
         if self._window.num_losses and is_sum != bool(self._window.num_counted):
             raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
+
+    def _check_scaled(self) -> None:
+        scale = self.roles.precision.scale
+        if scale != 1.0 and self._window.num_losses == 0:
+            raise EngineError(
+                f"step() found no loss that went through backward(): the loss scale ({scale:g}) is applied there, so "
+                "call model_engine.backward(loss) instead of loss.backward(), or train in bf16"
+            )
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:

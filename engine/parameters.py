@@ -7,14 +7,43 @@ name, its other names are aliases.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from engine.config.messages import EngineError
+
+log = logging.getLogger("engine")
+_claimed: WeakSet[nn.Module] = WeakSet()
+
+
+def check_free(model: nn.Module) -> None:
+    """Raises EngineError where an engine that is not destroyed has ``model`` or a part of it: two engines would fight
+    over gradients and storage."""
+    for name, module in model.named_modules():
+        if module in _claimed:
+            what = f"its module {name}" if name else "the model"
+            raise EngineError(
+                f"{what} ({type(module).__name__}) already belongs to an engine: destroy() that one first (a model "
+                "that was sharded by stage 3 stays cut and must be built anew), or give each engine a model of its own"
+            )
+
+
+def claim(model: nn.Module) -> None:
+    """Note that ``model`` and all its modules belong to an engine now."""
+    _claimed.update(model.modules())
+
+
+def release(model: nn.Module) -> None:
+    """Undo `claim`, unless the model's parameters are cut."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        _claimed.difference_update(model.modules())
 
 
 @dataclass(frozen=True)
@@ -72,6 +101,14 @@ class ParameterRegistry:
             self.infos.append(info)
             self._info_of[parameter] = info
             self._current.append(parameter)
+        outside = [info.name for info in self.infos if info.trainable and info.group is None]
+        if outside:
+            log.warning(
+                "%d trainable parameters (%s, ...) are in no optimizer group: the engine neither reduces, steps nor "
+                "clears their gradients; freeze them with requires_grad_(False) if that is meant",
+                len(outside),
+                outside[0],
+            )
         self.by_name = {info.name: info for info in self.infos}
         self.aliases = {alias: info.name for info in self.infos for alias in info.aliases}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,9 +16,12 @@ from engine.checkpoint.tree import StateTree
 from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
+from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.window import Window
+
+log = logging.getLogger("engine")
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Surface:
     global_steps: int
     micro_steps: int
     _window: Window
+    _batches: Iterator[Any] | None
     _accumulation_steps: int
     _stop_signal: int
     _state: StateTree
@@ -87,10 +92,6 @@ class Surface:
     def eval(self) -> Self:
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the window."""
-        self.roles.reduction.zero_gradients()
-
     # --- state, requests, end ----------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -106,6 +107,11 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
         started = time.perf_counter()
+        if self._window.num_micro_steps and self.mesh.rank == 0:
+            log.warning(
+                "saved inside an accumulation window: a resumed run does not see its %d micro-batches again",
+                self._window.num_micro_steps,
+            )
         tag = tag or default_tag(self.global_steps)
         self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -138,6 +144,8 @@ class Surface:
         if result[0] is not None:
             self.roles.reduction.publish()
             self._forget_window()
+            if "data_loader" in self._state.restored:
+                self._batches = None
         return result
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
@@ -151,6 +159,7 @@ class Surface:
     def destroy(self) -> None:
         """Let go of hooks, watchers and the process group that `initialize` made."""
         self.roles.reduction.close()
+        release(self.module)
         self.watchers.close()
         self._on_destroy()
 
