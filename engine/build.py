@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +62,21 @@ def build(
     reduction = data_parallel.reduction
 
     # roles
-    shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
-    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, shard_group.sum)
+    sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
+    stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
-        stepper.bind(loss_scale=lambda: precision.scale)
-    roles = Roles(
-        reduction, precision, build_clipping(plan.gradient_clipping), stepper, schedule, NoCurriculum(), loss_fn
-    )
+        stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
+    clipping = build_clipping(plan.gradient_clipping)
+    roles = Roles(reduction, precision, clipping, stepper, schedule, NoCurriculum(), loss_fn)
 
     # data and state
     loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=_persistent_buffers(model),
+        buffers=partial(_persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
@@ -85,7 +85,8 @@ def build(
         config=plan.config.raw,
         tag_validation=plan.config.checkpoint.tag_validation,
     )
-    state.add(ScheduleState(schedule), precision, loader, RandomStates())
+    state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     # what only watches
     watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)

@@ -191,6 +191,9 @@ class Reduction(Protocol):
     def publish(self) -> None:
         """After the optimizer: make the parameters that the next forward reads equal to the masters."""
 
+    def adopt_values(self) -> None:
+        """The other way round: the model's values were written from outside; make the masters equal to them."""
+
     def zero_gradients(self) -> None: ...
 
     def defers(self) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 def current_device(local_rank: int = 0, wanted: str | None = None) -> torch.device:
     """The device of this rank: ``wanted`` if given, else the accelerator if there is one, else the CPU."""
-    if wanted == "cpu" or not torch.accelerator.is_available():
+    if wanted == "cpu" or device_kind()[0] == "cpu":
         return torch.device("cpu")
     device = torch.device(wanted or torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
     torch.accelerator.set_device_index(device.index or 0)
@@ -23,8 +23,9 @@ def current_device(local_rank: int = 0, wanted: str | None = None) -> torch.devi
 
 
 def device_kind() -> tuple[str, int]:
-    """The accelerator's type and how many this machine has, or ("cpu", 0)."""
-    if not torch.accelerator.is_available():
+    """The accelerator's type and how many this machine has, or ("cpu", 0). An accelerator without float64 (Apple's
+    MPS) does not count: norms are summed in it."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":  # type: ignore[union-attr]
         return "cpu", 0
     return torch.accelerator.current_accelerator().type, torch.accelerator.device_count()  # type: ignore[union-attr]
 

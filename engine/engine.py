@@ -26,7 +26,7 @@ from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import ParameterRegistry
+from engine.parameters import ParameterRegistry, claim
 from engine.plan import Plan
 from engine.random import stream_seed
 from engine.surface import Roles, Surface
@@ -67,16 +67,14 @@ class Engine(Surface):
         self._agreement = Agreement(ShardGroup.of(mesh, "world", ledger), mesh.device)
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
-        self._num_forwards = 0  # in this micro-step
         self._boundary_override: bool | None = None
         self._in_no_sync = self._noted_no_sync = False
         self._stop_signal = 0
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
-        if roles.optimizer is not None:
-            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
+        claim(module)
         watchers.on_start(plan)
 
     # --- one window ------------------------------------------------------------------------------------------
@@ -89,9 +87,9 @@ class Engine(Surface):
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            place_in_run = (self.global_steps, self.micro_steps, self._num_forwards, self.mesh.dp_rank)
+            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
             seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
-            self._num_forwards += 1
+            self._window.num_forwards += 1
         with self._autocast():
             output = self.module(*args, **kwargs)
         self._window.spend("forward", started)
@@ -111,9 +109,8 @@ class Engine(Surface):
         value = loss.total if isinstance(loss, LossSum) else loss
         self._check_loss(value, isinstance(loss, LossSum))
         window = self._window
-        window.loss = window.loss + value.detach()
-        window.num_losses += 1
         divides = self.plan.batch.managed and scale_wrt_gas and not isinstance(loss, LossSum)
+        window.add_loss(value.detach().float(), is_divided=not scale_wrt_gas)
         if isinstance(loss, LossSum):
             window.count, window.num_counted = window.count + loss.count, window.num_counted + 1
         scaled = value / self._accumulation_steps if divides else value
@@ -131,7 +128,6 @@ class Engine(Surface):
         """
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        self._num_forwards = 0
         self._window.num_micro_steps += 1
         if not boundary:
             return
@@ -155,7 +151,8 @@ class Engine(Surface):
         roles.precision.update(not applied)
         roles.reduction.zero_gradients()
         self.global_steps += 1
-        self.global_samples += window.num_micro_steps * self.plan.batch.micro_batch_size * self.mesh.dp_size
+        num_micro_batches = window.num_micro_steps if self.plan.batch.managed else window.num_forwards
+        self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / self._replicas)
         self.skipped_steps += not applied
         optimizer.overflow = not applied
@@ -169,7 +166,7 @@ class Engine(Surface):
         window = self._window
         mine: dict[str, Tensor | float] = {
             "sum_of_squares": sum_of_squares,
-            "loss": window.loss,
+            "loss": window.mean_loss(self.plan.batch.managed),
             "num_losses": window.num_losses,
             "count": window.count,
             "tokens": window.num_tokens,
@@ -193,12 +190,7 @@ class Engine(Surface):
         scale: float,
         culprit: tuple[int, str] | None,
     ) -> None:
-        loss = None
-        if agreed["num_losses"]:
-            managed = (
-                self._accumulation_steps * self.mesh.world_size if self.plan.batch.managed else agreed["num_losses"]
-            )
-            loss = agreed["loss"] / (agreed["count"] or managed * window.share)
+        loss = agreed["loss"] / (agreed["count"] or self.mesh.world_size) if agreed["num_losses"] else None
         report = StepReport(
             step=self.global_steps,
             applied=applied,
@@ -230,7 +222,7 @@ class Engine(Surface):
         if not self.module.training:
             self.module.train()
         for _ in range(self._accumulation_steps):
-            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn))
+            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn, self.mesh.device))
             self.step()
         assert self.last_report is not None
         assert self.last_report.loss is not None
@@ -248,9 +240,9 @@ class Engine(Surface):
             total: Tensor | float = 0.0
             count: Tensor | float = 0.0
             for _ in range(num_micro_batches or self._accumulation_steps):
-                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn)
+                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn, self.mesh.device)
                 is_sum = isinstance(loss, LossSum)
-                total = total + (loss.total if isinstance(loss, LossSum) else loss)
+                total = total + (loss.total if isinstance(loss, LossSum) else loss).float()
                 count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
         finally:
             self.module.train(was_training)
@@ -261,11 +253,12 @@ class Engine(Surface):
     def flush(self, discard: bool = False) -> None:
         """Close an incomplete window: step on the mean of what has come, or discard it. No window, no effect."""
         window = self._window
+        window.num_micro_steps = max(window.num_micro_steps, min(window.num_losses, 1))
         if window.num_micro_steps == 0:
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self.zero_grad()
+            self._forget_window()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -316,14 +309,9 @@ class Engine(Surface):
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
 
-    def zero_grad(self) -> None:
-        """Drop what has come together since the last boundary: gradients, losses and counts."""
-        self.roles.reduction.zero_gradients()
-        self._window = Window(num_micro_steps=self._window.num_micro_steps)
-
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
-        self._window, self._batches, self._num_forwards = Window(), None, 0
+        self._window = Window()
 
     def _untouched_everywhere(self) -> set[int]:
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))

@@ -21,7 +21,7 @@ from engine.config.messages import EngineError
 _claimed: WeakSet[nn.Module] = WeakSet()
 
 
-def check_free(model: nn.Module) -> None:
+def _check_free(model: nn.Module) -> None:
     """Raises EngineError where an engine that is not destroyed has ``model`` or a part of it: two engines would fight
     over gradients and storage."""
     for name, module in model.named_modules():
@@ -69,12 +69,14 @@ class ParameterRegistry:
     ``model_parameters`` is what users pass to `initialize`: parameters, or param-group dicts, or None for every
     trainable parameter in one group. ``groups`` keeps the options of each group without its parameters.
 
-    Raises EngineError for a parameter in two groups and for one that the model does not hold.
+    Raises EngineError for a parameter in two groups, for one that the model does not hold, and for a model that is
+    claimed by an engine.
     """
 
     def __init__(
         self, model: nn.Module, model_parameters: Iterable[Any] | None = None, blocks: Iterable[nn.Module] = ()
     ) -> None:
+        _check_free(model)
         first_name: dict[nn.Parameter, str] = {}
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +20,8 @@ from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.window import Window
+
+log = logging.getLogger("engine")
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Surface:
     global_steps: int
     micro_steps: int
     _window: Window
+    _batches: Iterator[Any] | None
     _accumulation_steps: int
     _stop_signal: int
     _state: StateTree
@@ -88,6 +92,12 @@ class Surface:
     def eval(self) -> Self:
         return self.train(False)
 
+    def zero_grad(self) -> None:
+        """Drop the gradients that have come together in this window; its micro-steps stay counted."""
+        num_micro_steps = self._window.num_micro_steps
+        self._forget_window()
+        self._window.num_micro_steps = num_micro_steps
+
     # --- state, requests, end ----------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -103,6 +113,11 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
         """
         started = time.perf_counter()
+        if self._window.num_micro_steps and self.mesh.rank == 0:
+            log.warning(
+                "saved inside an accumulation window: a resumed run does not see its %d micro-batches again",
+                self._window.num_micro_steps,
+            )
         tag = tag or default_tag(self.global_steps)
         self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -135,6 +150,8 @@ class Surface:
         if result[0] is not None:
             self.roles.reduction.publish()
             self._forget_window()
+            if "data_loader" in self._state.restored:
+                self._batches = None
         return result
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:

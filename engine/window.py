@@ -18,20 +18,36 @@ if TYPE_CHECKING:
 class Window:
     """What has come together since the last boundary.
 
-    ``loss``: the sum of this rank's losses (or of its `LossSum` totals, then ``count`` of their counts).
+    ``loss``: the sum of this rank's losses (or of its `LossSum` totals, then ``count`` of their counts), and
+    ``divided_loss`` of those that the user had divided by the accumulation steps. ``num_forwards``: training forwards.
     ``share``: the part of a full window that this one is taken for, below 1 where `flush` closed it early.
     ``seconds`` by phase, since ``started``.
     """
 
     loss: Tensor | float = 0.0
+    divided_loss: Tensor | float = 0.0
     num_losses: int = 0
     count: Tensor | float = 0.0
     num_counted: int = 0
     num_micro_steps: int = 0
+    num_forwards: int = 0
     num_tokens: int = 0
     share: float = 1.0
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
+
+    def add_loss(self, loss: Tensor, is_divided: bool) -> None:
+        self.num_losses += 1
+        if is_divided:
+            self.divided_loss = self.divided_loss + loss
+        else:
+            self.loss = self.loss + loss
+
+    def mean_loss(self, managed: bool) -> Tensor | float:
+        """This rank's mean over the micro-batches that came (for `LossSum`, the sum)."""
+        if self.num_counted:
+            return self.loss
+        return self.loss / max(self.num_micro_steps if managed else self.num_losses, 1) + self.divided_loss
 
     def spend(self, phase: str, started: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
@@ -57,5 +73,6 @@ class Counters:
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
         for name in self.NAMES:
             setattr(self._engine, name, state[name])
-        # a save inside a window has nothing of it, and another layout may have other windows
-        self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()
+        if self._engine.plan.batch.managed:
+            # a save inside a window has nothing of it, and another layout may have other windows
+            self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()

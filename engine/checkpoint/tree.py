@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ class Shard(Protocol):
 class OptimizerState(Protocol):
     def initialize_state(self, names: Collection[str] | None = None) -> None: ...
     def named_state(self) -> dict[str, dict[str, Any]]: ...
+    def forget_state(self, names: Collection[str]) -> None: ...
     def load_named_state(self, named: Mapping[str, Mapping[str, Any]]) -> list[str]: ...
     def group_options(self) -> list[dict[str, Any]]: ...
     def load_group_options(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
@@ -52,7 +53,8 @@ class StateTree:
     """The state of one engine on one rank.
 
     ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
-    saves them; what is on every rank comes from rank 0. ``config`` is the resolved config as JSON.
+    saves them; what is on every rank comes from rank 0. ``buffers`` gives the persistent ones as they are now, for a
+    module may replace its own. ``config`` is the resolved config as JSON.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StateTree:
         *,
         trained: Sequence[Shard],
         frozen: Sequence[Shard],
-        buffers: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
         optimizer: OptimizerState | None,
         aliases: Mapping[str, str],
         writes_shards: bool,
@@ -74,6 +76,8 @@ class StateTree:
         self._writes_shards = writes_shards
         self._config, self._tag_validation = config, tag_validation
         self._parts: dict[str, Stateful] = {}
+        self.restored: set[str] = set()
+        """The parts that the last load gave their state back."""
 
     def add(self, *parts: Stateful | None) -> None:
         """Parts without a state of their own (None) are left out."""
@@ -128,7 +132,7 @@ class StateTree:
             yield from shard.chunks(f"parameters.{shard.info.name}", shard.parameter.detach())
 
     def _buffer_chunks(self) -> list[Chunk]:
-        return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers.items()]
+        return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
 
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
@@ -177,7 +181,7 @@ class StateTree:
             rank=self._rank,
             world_size=self.layout.world_size,
         )
-        restored = set()
+        self.restored = restored = set()
         if optimizer and self._optimizer is not None:
             self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
             groups = manifest.state("optimizer_groups", self.layout, self._rank)
@@ -201,6 +205,7 @@ class StateTree:
         assert self._optimizer is not None
         saved = {name for name in manifest.tensors if name.startswith("optimizer.")}
         names = [s.info.name for s in self._trained if any(n.startswith(f"optimizer.{s.info.name}.") for n in saved)]
+        self._optimizer.forget_state({shard.info.name for shard in self._trained} - set(names))
         self._optimizer.initialize_state(names)
         named = self._optimizer.named_state()
         chunks: list[Chunk] = []

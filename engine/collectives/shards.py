@@ -56,7 +56,9 @@ class ShardGroup:
         self.group, self.axis, self.ledger = group, axis, ledger
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.point_to_point = group is not None and dist.get_backend(group) == "gloo"
+        # one backend ("gloo") or one for each kind of device ("cpu:gloo,cuda:nccl")
+        pairs = [] if group is None else dist.get_backend_config(group).split(",")
+        self._backends = {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
         self._peers = [r for r in range(self.size) if r != self.rank]
         self._global = [] if group is None else dist.get_process_group_ranks(group)
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
@@ -76,7 +78,7 @@ class ShardGroup:
             return _Done()
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
         self.ledger.add(self.axis, "reduce_scatter", (flat.numel() - own.numel()) * flat.element_size())
-        if self.point_to_point:
+        if self._is_on_gloo(flat):
             parts = [self._borrow(own) for _ in self._peers] if own.numel() else []
             works = [self._receive(part, peer) for part, peer in zip(parts, self._peers, strict=False)]
             works += [self._send(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
@@ -93,7 +95,7 @@ class ShardGroup:
             return _Done()
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
         self.ledger.add(self.axis, "all_gather", own.numel() * own.element_size() * (self.size - 1))
-        if self.point_to_point:
+        if self._is_on_gloo(flat):
             works = [self._receive(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
             works += [self._send(own, peer) for peer in self._peers]
             return _Works([work for work in works if work])
@@ -120,6 +122,9 @@ class ShardGroup:
         """Give every rank the first rank's values."""
         if self.group is not None and self.size > 1:
             dist.broadcast(tensor, self._global[0], group=self.group)
+
+    def _is_on_gloo(self, tensor: Tensor) -> bool:
+        return self._backends.get(tensor.device.type) == "gloo"
 
     def _send(self, tensor: Tensor, peer: int) -> dist.Work | None:
         return dist.isend(tensor, self._global[peer], group=self.group) if tensor.numel() else None

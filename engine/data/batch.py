@@ -21,8 +21,10 @@ def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
     return model(batch)
 
 
-def loss_with_batch(model: Callable[..., Any], batch: Any, loss_fn: Callable[..., Any] | None) -> Tensor | LossSum:
-    """The loss of one micro-batch. With ``loss_fn`` the batch is ``(inputs, targets)``.
+def loss_with_batch(
+    model: Callable[..., Any], batch: Any, loss_fn: Callable[..., Any] | None, device: torch.device
+) -> Tensor | LossSum:
+    """The loss of one micro-batch. With ``loss_fn`` the batch is ``(inputs, targets)``; targets go to ``device``.
 
     Raises EngineError when neither the model nor ``loss_fn`` gives a scalar.
     """
@@ -31,7 +33,7 @@ def loss_with_batch(model: Callable[..., Any], batch: Any, loss_fn: Callable[...
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise EngineError(f"with a loss_fn a batch is (inputs, targets); the loader gave {describe(batch)}")
     inputs, targets = batch
-    return loss_of(loss_fn(call_with_batch(model, inputs), targets))
+    return loss_of(loss_fn(call_with_batch(model, inputs), place(targets, device, None)))
 
 
 def loss_of(output: Any) -> Tensor | LossSum:

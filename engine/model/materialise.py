@@ -27,7 +27,8 @@ class Materialiser:
     model's `_init_weights(module)` (Hugging Face's convention), inner modules first. A module around the ``blocks`` is
     initialised for its own parameters only, since the blocks may be sharded by then.
 
-    Raises EngineError for meta parameters that neither of the two fills.
+    Raises EngineError for meta parameters and buffers that neither of the two fills. ``same_everywhere``: all ranks
+    gave the same parameters values, so that what is filled here needs no broadcast.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class Materialiser:
         seed: int,
         broadcast: Callable[[Tensor], None],
         dtype_of: Callable[[torch.dtype], torch.dtype],
+        same_everywhere: bool = True,
     ) -> None:
         self._model, self._registry, self._device, self._seed = model, registry, device, seed
-        self._broadcast, self._dtype_of = broadcast, dtype_of
+        self._broadcast, self._dtype_of, self._same_everywhere = broadcast, dtype_of, same_everywhere
         self._names = {module: name for name, module in model.named_modules()}
         inside = {module for block in blocks for module in block.modules()}
         self._around = {m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules())}
         self._done: set[nn.Module] = set()
+        self._allocated: dict[nn.Module, list[str]] = {}
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._placed: set[nn.Parameter] = set()
 
@@ -59,8 +62,10 @@ class Materialiser:
                 self._allocate(module)
             for module in reversed(to_fill):
                 self._initialise(module)
+            for module in to_fill:
+                self._check_filled(module)
             for module in fresh:
-                self._place(module, broadcast=module not in to_fill)
+                self._place(module, broadcast=not self._same_everywhere or module not in to_fill)
 
     def _allocate(self, module: nn.Module) -> None:
         """Real storage for a module's own meta parameters and buffers; its own initialisation, if it has one."""
@@ -71,24 +76,27 @@ class Materialiser:
             if not parameter.is_meta:
                 continue
             if parameter not in self._real:
-                self._real[parameter] = nn.Parameter(
-                    torch.empty_like(parameter, device=self._device), parameter.requires_grad
-                )
+                self._real[parameter] = nn.Parameter(_unfilled(parameter, self._device), parameter.requires_grad)
                 self._registry.replace(parameter, self._real[parameter])
             setattr(module, key, self._real[parameter])
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                setattr(module, key, torch.empty_like(buffer, device=self._device))
+                setattr(module, key, _unfilled(buffer, self._device))
+        self._allocated[module] = meta
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             with self._stream(module, "reset_parameters"):
                 reset()
-        elif not callable(getattr(self._model, "_init_weights", None)):
+
+    def _check_filled(self, module: nn.Module) -> None:
+        named = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        missing = [name for name in self._allocated.get(module, ()) if _is_unfilled(named[name])]
+        if missing:
             name = self._names[module] or "the model"
             raise EngineError(
-                f"{name} ({type(module).__name__}) was built on the meta device and nothing can fill "
-                f"{', '.join(meta)}: give the class a reset_parameters() method, or the model an _init_weights(module) "
-                "method, or build the model on the CPU"
+                f"{name} ({type(module).__name__}) was built on the meta device and nothing fills "
+                f"{', '.join(missing)}: give the class a reset_parameters() method that does, or the model an "
+                "_init_weights(module) method, or build the model on the CPU"
             )
 
     def _initialise(self, module: nn.Module) -> None:
@@ -114,9 +122,29 @@ class Materialiser:
 
     @contextlib.contextmanager
     def _stream(self, module: nn.Module, purpose: str) -> Iterator[None]:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
             torch.manual_seed(stream_seed(self._seed, purpose, self._names[module]))
             yield
+
+
+def _unfilled(like: Tensor, device: torch.device) -> Tensor:
+    """Storage that shows whether something was written into it: NaN, or an integer's lowest value."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.full_like(like, float("nan"), device=device)
+    return torch.full_like(like, _lowest(like.dtype), device=device)
+
+
+def _is_unfilled(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:  # a mask has no value to spare
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    lowest = tensor == _lowest(tensor.dtype)
+    return bool(lowest.all() if tensor.dtype == torch.uint8 else lowest.any())  # 0 is a likely value of a uint8
+
+
+def _lowest(dtype: torch.dtype) -> int:
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _meta(module: nn.Module, recurse: bool) -> list[str]:

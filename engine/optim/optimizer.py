@@ -142,6 +142,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._divisors[device].fill_(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing, inside an engine: `engine.step` has cleared the gradients by then, and in the middle of a window they
+        are not the loop's to drop (`engine.zero_grad` does it)."""
         if self._zero_gradients is None:
             super().zero_grad(set_to_none)
         else:
@@ -173,6 +175,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         for optimizer, group, name, parameter in self._named():
             if (names is None or name in names) and not optimizer.state.get(parameter):
                 create_state(optimizer, group, parameter)
+
+    def forget_state(self, names: Collection[str]) -> None:
+        """Put the named parameters back to before their first step."""
+        forgotten = [(o, group, name, p) for o, group, name, p in self._named() if name in names]
+        for optimizer, _, _, parameter in forgotten:
+            optimizer.state.pop(parameter, None)
+        # Adagrad is the one that makes its state when it is built, and needs it in its first step
+        self.initialize_state([name for o, _, name, _ in forgotten if isinstance(o, torch.optim.Adagrad)])
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         """The state of this rank's parameters by name: the live tensors (local shapes) and scalars, not copies."""

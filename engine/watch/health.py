@@ -17,13 +17,13 @@ class Health:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._consecutive_skips = 0
+        self._consecutive_skips = self._num_warnings = 0
 
     def check(self, report: StepReport, precision: Precision) -> None:
         """Warn of a skipped step (the first five in a row, then every fifth).
 
         Raises RunFailed for a loss that is not finite at the first step, an overflow at the smallest loss scale, and
-        20 skipped steps in a row.
+        20 skipped steps in a row that did not lower a loss scale.
         """
         where = ""
         if report.first_nonfinite is not None:
@@ -35,10 +35,12 @@ class Health:
                 "initial weights"
             )
         if report.applied:
-            self._consecutive_skips = 0
+            self._consecutive_skips = self._num_warnings = 0
             return
-        self._consecutive_skips += 1
-        if self._rank == 0 and (self._consecutive_skips <= 5 or self._consecutive_skips % 5 == 0):
+        is_searching = precision.scale < report.loss_scale  # for a loss scale that fits, as fp16 does at the start
+        self._consecutive_skips += not is_searching
+        self._num_warnings += 1
+        if self._rank == 0 and (self._num_warnings <= 5 or self._num_warnings % 5 == 0):
             scaling = f"; loss scale {report.loss_scale:g} -> {precision.scale:g}" if report.loss_scale != 1.0 else ""
             log.warning("step %d skipped: a gradient is not finite%s%s", report.step, where, scaling)
         if precision.exhausted:

@@ -60,7 +60,11 @@ def apply(
     first_replica = replicate_group.rank == 0
     sharded = plan.zero.stage == 3 and shard_group.size > 1
     dtype_of = master_dtype if sharded else lambda dtype: dtype
-    materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of)
+    num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
+    sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
+    replicate_group.sum(shard_group.sum(sums))
+    same_everywhere = bool(sums[0] ** 2 == sums[1] * mesh.dp_size)  # no rank differs from another
+    materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of, same_everywhere)
     managed = [info for info in registry.infos if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:
@@ -70,7 +74,9 @@ def apply(
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
         rows = [info for info in managed if info.shape]
         sharding = kind(model, registry, rows, plan.zero, mesh, shard_group)
-        scalars = [(info, parameter) for info, parameter in registry.parameters() if info in managed and not info.shape]
+        scalars = [
+            (info, parameter) for info, parameter in registry.parameters() if info.index in indices and not info.shape
+        ]
         for info, parameter in registry.parameters():
             if not info.shape and info.index not in indices:
                 parameter.data = parameter.data.to(compute_dtype(info.dtype, precision))

@@ -55,7 +55,8 @@ class Member:
 class Bucket:
     """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
     where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
-    gather. ``result``: this rank's shard of the window's reduced gradients, None before the first reduction."""
+    gather; ``late``: those that came after the round had sent the bucket. ``result``: this rank's shard of the window's
+    reduced gradients, None before the first reduction."""
 
     members: list[Member]
     bounds: list[int]
@@ -67,6 +68,8 @@ class Bucket:
     collect: Tensor | None = None
     result: Tensor | None = None
     arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
+    late: list[tuple[Member, Tensor]] = field(default_factory=list)
+    launched: bool = False
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
 
@@ -102,9 +105,11 @@ class BucketReduction:
         self._keeps_whole_gradients = stage < 2 or shard_group.size == 1
         self._reducing = False
         self._next = 0
+        self._overlaps = True
+        self._has_deferred = False
         self._num_rounds = 0
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
             member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member))
             for bucket in self.buckets
@@ -119,7 +124,13 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            if member.arrived:  # a second time in one backward, as reentrant checkpointing makes it
+            if member.arrived:
+                # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
+                # reductions wait for the end of the backward, when all has come; what was sent too early follows.
+                self._overlaps = False
+                if bucket.launched:
+                    bucket.late.append((member, gradient))
+                    return
                 self._deposit(bucket)
             else:
                 member.arrived = member.in_window = True
@@ -127,7 +138,7 @@ class BucketReduction:
             bucket.arrivals.append((member, gradient))
             if bucket.num_waiting == 0:
                 self._deposit(bucket)
-                if self._reducing:
+                if self._reducing and self._overlaps:
                     self._advance()
 
         return take
@@ -158,16 +169,24 @@ class BucketReduction:
             if bucket.home is None:
                 bucket.home = torch.zeros_like(bucket.values, dtype=bucket.gradient_dtype)
             return bucket.home
-        free = self._free.setdefault((bucket.values.numel(), bucket.gradient_dtype), [])
-        return free.pop() if free else torch.zeros_like(bucket.values, dtype=bucket.gradient_dtype)
+        # the smallest free buffer that is large enough; a new one takes the place of a smaller one, so that buffers
+        # for each of many bucket sizes do not add up
+        free, numel = self._free.setdefault(bucket.gradient_dtype, []), bucket.values.numel()
+        free.sort(key=Tensor.numel)
+        fitting = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
+        if fitting is None:
+            del free[:1]
+            return torch.zeros_like(bucket.values, dtype=bucket.gradient_dtype)
+        return free.pop(fitting)[:numel]
 
     # --- reducing --------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
         self._reducing = last or self.stage == 2
+        self._has_deferred |= not self._reducing
 
     def end_backward(self) -> None:
-        """Every reducing backward is exactly one round over all buckets, so that ranks agree whatever they touched."""
+        """A reducing backward is one round over all buckets, so that ranks agree whatever parameters they touched."""
         if self._reducing:
             self._finish_round()
             self._reducing = False
@@ -176,7 +195,8 @@ class BucketReduction:
 
     def finish(self) -> None:
         self._reducing = False
-        if self._num_rounds == 0 or any(b.arrivals or b.collect is not None for b in self.buckets):
+        waiting = any(bucket.arrivals or bucket.collect is not None for bucket in self.buckets)
+        if self._num_rounds == 0 or self._has_deferred or waiting:
             self._finish_round()
         for bucket in self.buckets:
             assert bucket.result is not None
@@ -208,12 +228,19 @@ class BucketReduction:
         while self._in_flight:
             self._complete()
         self._num_rounds += 1
+        self._has_deferred = False
         self._start_round()
+        late = [bucket for bucket in self.buckets if bucket.late]
+        for bucket in late:
+            bucket.arrivals, bucket.late = bucket.late, []
+        if late:
+            self._finish_round()
 
     def _start_round(self) -> None:
         self._next = 0
         for bucket in self.buckets:
             bucket.num_waiting = len(bucket.members)
+            bucket.launched = False
             for member in bucket.members:
                 member.arrived = member.collected = False
 
@@ -222,6 +249,7 @@ class BucketReduction:
             self._complete()
         collected = bucket.collect if bucket.collect is not None else self._collect_buffer(bucket)
         bucket.collect = None
+        bucket.launched = True
         for member in bucket.members:
             if not member.collected:
                 collected[member.offset : member.stop].zero_()
@@ -252,7 +280,12 @@ class BucketReduction:
             if bucket.home is None:
                 bucket.home = torch.empty_like(own)
             bucket.result = bucket.home.copy_(own)
-        self._free.setdefault((collected.numel(), collected.dtype), []).append(collected)
+        self._give_back(collected)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        """``buffer`` may be the front of a larger one; all of it is free again."""
+        whole = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer.untyped_storage())
+        self._free.setdefault(buffer.dtype, []).append(whole)
 
     # --- after the reduction -----------------------------------------------------------------------------------
 
@@ -287,15 +320,22 @@ class BucketReduction:
         # parameters alias the buckets through .data, so autograd must be told that they changed
         torch.autograd.graph.increment_version([m.parameter for bucket in self.buckets for m in bucket.members])
 
+    @torch.no_grad()
+    def adopt_values(self) -> None:
+        for bucket in self.buckets:
+            if bucket.master.data_ptr() != bucket.values[bucket.own].data_ptr():
+                bucket.master.copy_(bucket.values[bucket.own])
+
     def zero_gradients(self) -> None:
-        self._reducing = False
+        self._reducing = self._has_deferred = False
         self._num_rounds = 0
         while self._in_flight:
             self._complete()
         for bucket in self.buckets:
             if bucket.collect is not None and bucket.collect is not bucket.home:
-                self._free.setdefault((bucket.collect.numel(), bucket.collect.dtype), []).append(bucket.collect)
+                self._give_back(bucket.collect)
             bucket.arrivals.clear()
+            bucket.late.clear()
             bucket.collect = bucket.result = None
             for member in bucket.members:
                 member.in_window = False

@@ -8,6 +8,7 @@ shards that the optimizer and checkpoints read.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,8 @@ from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
 from engine.torch_compat import foreach_norm
+
+log = logging.getLogger("engine")
 
 
 def shard_model(
@@ -44,7 +47,7 @@ def shard_model(
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision.compute == "fp32" else DTYPES[precision.compute],
-        reduce_dtype=DTYPES[precision.reduce],
+        reduce_dtype=None if any(p.dtype == torch.float64 for p in model.parameters()) else DTYPES[precision.reduce],
         cast_forward_inputs=False,
     )
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
@@ -72,6 +75,8 @@ def shard_model(
             reduce_unused = getattr(module, "set_reduce_scatter_unused_params", None)  # newer than torch 2.11
             if reduce_unused is not None:
                 reduce_unused(True, recurse=False)
+            elif module is model and mesh.rank == 0:
+                log.warning("stage 3 on torch %s: every rank must use the same parameters in a step", torch.__version__)
 
 
 def _release(parameters: Sequence[nn.Parameter]) -> None:
@@ -202,6 +207,9 @@ class FullyShardedReduction:
         between backward and step, or before a load) has left gathered is of old values."""
         for module in self._units:
             module.reshard()
+
+    def adopt_values(self) -> None:
+        """Nothing to do: there is one copy of the values."""
 
     def zero_gradients(self) -> None:
         self._used.clear()

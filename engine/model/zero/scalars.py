@@ -50,6 +50,10 @@ class ShardedWithScalars:
         for part in self._parts:
             part.publish()
 
+    def adopt_values(self) -> None:
+        for part in self._parts:
+            part.adopt_values()
+
     def zero_gradients(self) -> None:
         for part in self._parts:
             part.zero_gradients()

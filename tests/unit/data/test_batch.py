@@ -30,6 +30,7 @@ class Output:
 
 
 LOSS = torch.tensor(2.0)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,12 @@ def test_no_loss(output):
 
 
 def test_loss_fn_takes_outputs_and_targets():
-    loss = loss_with_batch(lambda x: x * 2, (torch.tensor(3.0), torch.tensor(5.0)), lambda out, target: out - target)
+    loss = loss_with_batch(
+        lambda x: x * 2, (torch.tensor(3.0), torch.tensor(5.0)), lambda out, target: out - target, CPU
+    )
     assert loss == torch.tensor(1.0)
     with pytest.raises(EngineError, match=r"\(inputs, targets\)"):
-        loss_with_batch(record, {"x": 1}, lambda out, target: out)
+        loss_with_batch(record, {"x": 1}, lambda out, target: out, CPU)
 
 
 def test_floats_are_cast_wherever_they_are_and_integers_never():
