@@ -26,7 +26,7 @@ from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import ParameterRegistry, claim
+from engine.parameters import ParameterRegistry
 from engine.plan import Plan
 from engine.random import stream_seed
 from engine.surface import Roles, Surface
@@ -74,7 +74,6 @@ class Engine(Surface):
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
         state.add(Counters(self))
-        claim(module)
         watchers.on_start(plan)
 
     # --- one window ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ name, its other names are aliases.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from engine.config.messages import EngineError
 
+log = logging.getLogger("engine")
 _claimed: WeakSet[nn.Module] = WeakSet()
 
 
-def _check_free(model: nn.Module) -> None:
+def check_free(model: nn.Module) -> None:
     """Raises EngineError where an engine that is not destroyed has ``model`` or a part of it: two engines would fight
     over gradients and storage."""
     for name, module in model.named_modules():
@@ -69,14 +71,12 @@ class ParameterRegistry:
     ``model_parameters`` is what users pass to `initialize`: parameters, or param-group dicts, or None for every
     trainable parameter in one group. ``groups`` keeps the options of each group without its parameters.
 
-    Raises EngineError for a parameter in two groups, for one that the model does not hold, and for a model that is
-    claimed by an engine.
+    Raises EngineError for a parameter in two groups and for one that the model does not hold.
     """
 
     def __init__(
         self, model: nn.Module, model_parameters: Iterable[Any] | None = None, blocks: Iterable[nn.Module] = ()
     ) -> None:
-        _check_free(model)
         first_name: dict[nn.Parameter, str] = {}
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -101,6 +101,14 @@ class ParameterRegistry:
             self.infos.append(info)
             self._info_of[parameter] = info
             self._current.append(parameter)
+        outside = [info.name for info in self.infos if info.trainable and info.group is None]
+        if outside:
+            log.warning(
+                "%d trainable parameters (%s, ...) are in no optimizer group: the engine neither reduces, steps nor "
+                "clears their gradients; freeze them with requires_grad_(False) if that is meant",
+                len(outside),
+                outside[0],
+            )
         self.by_name = {info.name: info for info in self.infos}
         self.aliases = {alias: info.name for info in self.infos for alias in info.aliases}
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from engine.contracts import OnLayoutChange, SavedLayout
-
-if TYPE_CHECKING:
-    from engine.surface import Surface
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Counters:
     on_layout_change: OnLayoutChange = "reshard"
     NAMES = ("global_steps", "global_samples", "global_tokens", "micro_steps", "skipped_steps")
 
-    def __init__(self, engine: Surface) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def state(self) -> dict[str, Any]:

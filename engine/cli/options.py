@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
@@ -40,6 +41,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def terminal_columns() -> int:
+    """How wide a plan is printed: as the terminal, and at most 120."""
+    return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
 def read_config(path: str, overrides: list[str], lenient: bool) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config
+from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, terminal_columns
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,5 +25,5 @@ def run(argv: Sequence[str]) -> int:
 
     config = read_config(path, arguments.overrides, arguments.lenient)
     resolved = plan(config, imagined_world(config, arguments.world, "--world"))
-    print(render_values(resolved) if arguments.values else render_plan(resolved))
+    print(render_values(resolved) if arguments.values else render_plan(resolved, terminal_columns()))
     return 0

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, real_world
+from engine.cli.options import (
+    Parser,
+    add_config_options,
+    imagined_world,
+    positive,
+    read_config,
+    real_world,
+    terminal_columns,
+)
 from engine.cli.resolved import data_path, resolved_config
 from engine.contracts import EngineError
 from engine.launch import RankEnvironment, StopRequest
@@ -42,7 +50,8 @@ def run(argv: Sequence[str]) -> int:
 
     if arguments.dry_run:
         size = arguments.nproc or environment.world_size
-        print(plan(config, imagined_world(config, size, "--nproc" if arguments.nproc else "one process")).render())
+        imagined = imagined_world(config, size, "--nproc" if arguments.nproc else "one process")
+        print(plan(config, imagined).render(terminal_columns()))
         return 0
     _check_can_train(config)
     os.environ.update(thread_environment(arguments.nproc or environment.local_world_size))
@@ -112,7 +121,7 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
     logging.getLogger("engine").setLevel(level.upper())
     with StopRequest() as stop:
         if environment.rank == 0:
-            print(plan.render(), flush=True)
+            print(plan.render(terminal_columns()), flush=True)
         return _train(options, environment, stop)
 
 

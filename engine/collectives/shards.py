@@ -113,10 +113,11 @@ class ShardGroup:
         self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
         return _Works([dist.all_reduce(flat, group=self.group, async_op=True)])
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """``tensor``, summed over the ranks in place."""
-        self.all_reduce(tensor).wait()
-        return tensor
+    def sum(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """``tensor`` summed over the ranks, in place or by way of ``device`` (all ranks must use one backend)."""
+        travelling = tensor if device is None else tensor.to(device)
+        self.all_reduce(travelling).wait()
+        return travelling.to(tensor.device)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the first rank's values."""

@@ -142,8 +142,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._divisors[device].fill_(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing, inside an engine: `engine.step` has cleared the gradients by then, and in the middle of a window they
-        are not the loop's to drop (`engine.zero_grad` does it)."""
+        """Nothing, inside an engine: `engine.step` has cleared the gradients by then, and in the middle of a window
+        they are not the loop's to drop (`engine.zero_grad` does it)."""
         if self._zero_gradients is None:
             super().zero_grad(set_to_none)
         else:

@@ -150,8 +150,8 @@ class Plan:
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None
 
-    def render(self) -> str:
-        """The plan as text for people, one value a line with its origin."""
+    def render(self, columns: int = 120) -> str:
+        """The plan as text for people, in lines of at most so many columns where words allow."""
         from engine.plan.render import render_plan
 
-        return render_plan(self)
+        return render_plan(self, columns)

@@ -11,7 +11,6 @@ from engine.plan.findings import plural
 from engine.plan.plan import Origin, Plan
 
 MAX_COLUMNS = 120
-"""Longer lines are broken between words."""
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -23,20 +22,21 @@ SHARDED = {
 }
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: Plan, columns: int = MAX_COLUMNS) -> str:
     """The plan for people: one line per subject, then what the model takes, then the notes.
 
-    A value is marked with its origin, [user], [auto] or [derived]; one without a mark is a default.
+    Lines longer than `columns` are broken between words. A value is marked with its origin, [user], [auto] or [derived]; one without a mark is a default.
     """
     rows = list(_rows(plan))
     width = max(len(label) for label, _ in rows)
     lines = []
     for label, text in rows:
-        first, *more = wrap(text, MAX_COLUMNS - width - 2, break_long_words=False)
-        lines += [f"{label:<{width}}  {first}", *(f"{'':<{width}}    {line}" for line in more)]
+        margin = " " * (width + 4)
+        lines += wrap(f"{label:<{width}}  {text}", columns, subsequent_indent=margin, break_long_words=False)
     if plan.notes:
         lines.append(plural(len(plan.notes), "note"))
-        lines += [f"  {note.render()}" for note in plan.notes]
+        for note in plan.notes:
+            lines += wrap(f"  {note.render()}", columns, subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import ModelFacts, render_values
+from engine.plan import ModelFacts, render_plan, render_values
 from tests.plan.conftest import MakePlan
 
 SETTINGS = {
@@ -81,3 +81,10 @@ def test_one_rank_and_nothing_else(make_plan: MakePlan) -> None:
     assert "one rank" in text
     assert "none in the config" in text
     assert "monitors   none" in text
+
+
+def test_long_lines_are_broken_between_words(make_plan: MakePlan) -> None:
+    plan = make_plan(SETTINGS, 2)
+    narrow, wide = render_plan(plan, 60).splitlines(), render_plan(plan, 10_000).splitlines()
+    assert max(map(len, narrow)) <= 60 < max(map(len, wide))
+    assert " ".join(narrow).split() == " ".join(wide).split()
