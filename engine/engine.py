@@ -73,8 +73,6 @@ class Engine(Surface):
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
-        if roles.optimizer is not None:
-            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
         watchers.on_start(plan)
 
@@ -278,7 +276,7 @@ class Engine(Surface):
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self.zero_grad()
+            self._forget_window()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -328,11 +326,6 @@ class Engine(Surface):
         if count:
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
-
-    def zero_grad(self) -> None:
-        """Drop what has come together since the last boundary: gradients, losses and counts."""
-        self.roles.reduction.zero_gradients()
-        self._window = Window(num_micro_steps=self._window.num_micro_steps)
 
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()

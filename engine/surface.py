@@ -111,6 +111,12 @@ class Surface:
     def eval(self) -> Self:
         return self.train(False)
 
+    def zero_grad(self) -> None:
+        """Drop the gradients that have come together in this window; its micro-steps stay counted."""
+        num_micro_steps = self._window.num_micro_steps
+        self._forget_window()
+        self._window.num_micro_steps = num_micro_steps
+
     # --- state, requests, end ----------------------------------------------------------------------------------
 
     def save_checkpoint(

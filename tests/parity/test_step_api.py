@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,9 +213,8 @@ def masked_reference() -> Result:
         loss = sums.total / sums.count
         loss.backward()
         result.losses.append(loss.item())
-        result.norms.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-        )
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        result.norms.append(gradients.norm().item())
         optimizer.step()
         optimizer.zero_grad()
     result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -275,9 +275,8 @@ def train_two_engines(stage: int) -> tuple[Result, Pieces, dict[str, Any]]:
         assert second.last_report is not None
         assert second.last_report.loss is None
         result.losses.append(first.last_report.loss or 0.0)
-        result.norms.append(
-            ((first.get_global_grad_norm() or 0) ** 2 + (second.get_global_grad_norm() or 0) ** 2) ** 0.5
-        )
+        both = [first.get_global_grad_norm() or 0.0, second.get_global_grad_norm() or 0.0]
+        result.norms.append(math.hypot(*both))
     pieces = [(f"layers.{name}", *rest) for name, *rest in (*pieces_of(first), *pieces_of(second))]
     first.destroy()
     second.destroy()
