@@ -56,6 +56,9 @@ def initialize(
     """
     if model is None:
         raise EngineError("initialize() needs model=, a torch.nn.Module")
+    if not isinstance(model, nn.Module):
+        hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
     if mpu is not None:
         raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()

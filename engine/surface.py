@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from engine.checkpoint.folder import default_tag
@@ -74,6 +75,24 @@ class Surface:
     @property
     def loss_scale(self) -> float:
         return self.roles.precision.scale
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parameters are and its inputs go."""
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this rank's device: what ``x.to(engine.local_rank)`` wants on accelerators (0 on the CPU)."""
+        return self.mesh.device.index or 0
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
 
     def train_batch_size(self) -> int:
         """Samples in an optimizer step, over all ranks."""
@@ -150,6 +169,7 @@ class Surface:
         if result[0] is not None:
             self.roles.reduction.publish()
             self._forget_window()
+            self.roles.schedule.accept()
             if "data_loader" in self._state.restored:
                 self._batches = None
         return result

@@ -25,7 +25,8 @@ SHARDED = {
 def render_plan(plan: Plan, columns: int = MAX_COLUMNS) -> str:
     """The plan for people: one line per subject, then what the model takes, then the notes.
 
-    Lines longer than `columns` are broken between words. A value is marked with its origin, [user], [auto] or [derived]; one without a mark is a default.
+    Lines longer than `columns` are broken between words. A value is marked with its origin, [user], [auto] or
+    [derived]; one without a mark is a default.
     """
     rows = list(_rows(plan))
     width = max(len(label) for label, _ in rows)

@@ -42,9 +42,11 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's: normal of 0.02, the layers that write to the residual stream scaled by its depth."""
+        """GPT-2's: normal of 0.02, biases 0, the layers that write to the residual stream scaled by its depth."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
         if isinstance(module, Block):
             for layer in (module.attention_out, module.mlp_out):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.num_blocks))
