@@ -113,6 +113,15 @@ def zero_grad_after(model_engine: engine.Engine, step: int) -> None:
     model_engine.zero_grad()
 
 
+def zero_grad_before_each_backward(model_engine: engine.Engine, step: int) -> None:
+    """The habit of plain loops: inside an engine it must not drop what accumulates."""
+    assert model_engine.optimizer is not None
+    for batch in micro_batches(model_engine, step):
+        model_engine.optimizer.zero_grad()
+        model_engine.backward(model_engine(**batch))
+        model_engine.step()
+
+
 def discard_first(model_engine: engine.Engine, step: int) -> None:
     strange = next(micro_batches(model_engine, 50))
     model_engine.backward(model_engine(**strange))
@@ -133,6 +142,7 @@ WAYS: dict[str, tuple[Callable[[engine.Engine, int], None], dict[str, Any]]] = {
         plain_backward,
         evaluate_between,
         zero_grad_after,
+        zero_grad_before_each_backward,
         discard_first,
     )
 }
@@ -154,6 +164,7 @@ def run_all_ways(stage: int) -> dict[str, tuple[Result, Pieces, dict[str, Any]]]
             report = model_engine.last_report
             assert report is not None
             assert report.step == step + 1
+            assert report.samples == 12 * (step + 1), name
             if name in WITHOUT_LOSS:
                 assert report.loss is None
             else:
