@@ -28,7 +28,7 @@ def test_fp32(ranks, stage, world, accumulation, clip):
 def sgd_reference(precision: str, num_parts: int, clip: float, loss_scale: float) -> Result:
     return reference_run(
         num_parts=num_parts,
-        steps=5,
+        steps=3,
         precision=precision,
         clip=clip,
         optimizer="SGD",
@@ -50,6 +50,6 @@ def test_16_bit(ranks, precision, stage, world, accumulation, clip):
     )
     if precision == "fp16":
         config["fp16"]["loss_scale"] = scale
-    by_rank = ranks(world).run(train, config, steps=5)
+    by_rank = ranks(world).run(train, config, steps=3)
     expected = sgd_reference(precision, world * accumulation, clip, scale)
     assert_equal_to(expected, by_rank, losses=1e-3, parameters=1e-3, norms=1e-2)
