@@ -32,11 +32,6 @@ def assert_told(finished: Finished, code: int, *words: str) -> None:
     assert finished.seconds < MAX_SECONDS
 
 
-def write(path: Path, changes: dict[str, Any]) -> Path:
-    path.write_text(json.dumps(json.loads(EXAMPLE.read_text()) | changes))
-    return path
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -48,7 +43,7 @@ def write(path: Path, changes: dict[str, Any]) -> Path:
 )
 def test_a_config_that_is_wrong(text: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    assert_told(run(["--config", "run.json", "--nproc", "2"], cwd=tmp_path), MISTAKE, *words)
+    assert_told(run(["--config", "run.json"], cwd=tmp_path), MISTAKE, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -85,27 +80,27 @@ def test_an_unknown_option_is_told_with_the_usage(tmp_path: Path) -> None:
     assert "unrecognized arguments: --outptu" in finished.err
 
 
+IN_THE_RANKS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model.target": "absent.py:GPT"}, ["model.target", "absent.py:GPT", "there is no file"]),
+    ({"data.path": "/nowhere/text"}, ["data.path", "/nowhere/text"]),
+    ({"model.target": "model.py:GTP"}, ["model.target", "GTP'; did you mean 'GPT'?"]),
+    ({"model.target": "no_such_package.model:GPT"}, ["model.target", "there is no module 'no_such_package'"]),
+    ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
+    ({"model.args.width": "wide"}, ["model.target", "building GPT failed", "gpt_text/model.py:"]),
+    ({"model.args.vocabulary_size": 100}, ["token id", "vocabulary of 100"]),
+    ({"data.path": os.devnull}, ["data.path", os.devnull]),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model.target": "absent.py:GPT"}, ["model.target", "absent.py:GPT", "there is no file"]),
-        ({"model.target": "model.py:GTP"}, ["model.target", "GTP'; did you mean 'GPT'?"]),
-        ({"model.target": "no_such_package.model:GPT"}, ["model.target", "there is no module 'no_such_package'"]),
-        ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
-        (
-            {"model.args.num_heads": 5, "model.args.width": "wide"},
-            ["model.target", "building GPT failed", "gpt_text/model.py:"],
-        ),
-        ({"model.args.vocabulary_size": 100}, ["token id", "vocabulary of 100"]),
-        ({"data.path": "/nowhere/text"}, ["data.path", "/nowhere/text"]),
-        ({"data.path": os.devnull}, ["data.path", os.devnull]),
-    ],
+    ("changes", "words", "nproc"),
+    [(changes, words, 2 if index < 2 else 1) for index, (changes, words) in enumerate(IN_THE_RANKS)],
 )
 def test_what_only_the_ranks_find_is_told_once(
-    changes: dict[str, Any], words: list[str], small: Arguments, tmp_path: Path
+    changes: dict[str, Any], words: list[str], nproc: int, small: Arguments, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
-    finished = run(small(output, changes, "--nproc", "2"))
+    finished = run(small(output, changes, "--nproc", str(nproc)))
     assert_told(finished, MISTAKE, *words)
     assert "rank" not in finished.err, "all ranks say the same, so none is named"
     assert not output.exists()
@@ -145,23 +140,23 @@ def test_a_model_that_raises(nproc: int, faulty: Arguments, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("spoil", "words", "nproc"),
     [
-        (lambda folder: corrupt(folder / "rank_00000.safetensors"), "rank_00000.safetensors"),
-        (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json"),
-        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
+        (lambda folder: corrupt(folder / "rank_00000.safetensors"), "rank_00000.safetensors", 2),
+        (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors", 1),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json", 1),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json", 1),
     ],
 )
 def test_a_checkpoint_that_is_broken(
-    spoil: Any, words: str, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
+    spoil: Any, words: str, nproc: int, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:
     expected, _ = whole_run
     output = tmp_path / "output"
     shutil.copytree(expected, output)
     spoil(output / "checkpoints" / "global_step12")
     before = (output / "metrics.jsonl").read_bytes()
-    finished = run(small(output, {"training.steps": 14}, "--nproc", "2", "--resume", "auto"))
+    finished = run(small(output, {"training.steps": 14}, "--nproc", str(nproc), "--resume", "auto"))
     assert finished.code == MISTAKE, finished.err
     assert "Traceback" not in finished.err
     assert finished.err.count("ptrain: ") == 1
@@ -173,7 +168,7 @@ def test_a_checkpoint_that_is_broken(
 
 def test_a_path_to_resume_from_that_is_not_there(small: Arguments, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    finished = run(small(output, {}, "--nproc", "2", "--resume", str(tmp_path / "absent")))
+    finished = run(small(output, {}, "--resume", str(tmp_path / "absent")))
     assert_told(finished, MISTAKE, "--resume", str(tmp_path / "absent"), "expected 'auto'")
     assert not output.exists()
 
