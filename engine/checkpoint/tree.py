@@ -41,6 +41,8 @@ class Shard(Protocol):
 
 
 class OptimizerState(Protocol):
+    @property
+    def kinds(self) -> list[str]: ...
     def initialize_state(self, names: Collection[str] | None = None) -> None: ...
     def named_state(self) -> dict[str, dict[str, Any]]: ...
     def forget_state(self, names: Collection[str]) -> None: ...
@@ -109,7 +111,7 @@ class StateTree:
         if self._optimizer is not None:
             states["optimizer_groups"] = {
                 "on_layout_change": "reshard",
-                "state": {"groups": self._optimizer.group_options()},
+                "state": {"kinds": self._optimizer.kinds, "groups": self._optimizer.group_options()},
             }
         return save(
             directory,
@@ -169,6 +171,10 @@ class StateTree:
             return None, None
         if run:
             self._check_batch(manifest, override_batch)
+        groups = None
+        if optimizer and self._optimizer is not None:
+            groups = manifest.state("optimizer_groups", self.layout, self._rank)
+            self._check_optimizer(manifest, groups)
         chunks = [*self._parameter_chunks((*self._trained, *self._frozen)), *self._buffer_chunks()]
         whole: dict[str, dict[str, Tensor]] = {}
         if optimizer and self._optimizer is not None:
@@ -184,7 +190,6 @@ class StateTree:
         self.restored = restored = set()
         if optimizer and self._optimizer is not None:
             self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
-            groups = manifest.state("optimizer_groups", self.layout, self._rank)
             if groups is not None:
                 self._optimizer.load_group_options(groups["groups"])
                 restored.add("optimizer_groups")
@@ -231,6 +236,15 @@ class StateTree:
             "schedule and the data position would mean something else. Set train_batch_size to "
             f"{saved} (accumulation follows), or ask for the change with override_batch=True (--override-batch)"
         )
+
+    def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
+        assert self._optimizer is not None
+        if saved is not None and saved["kinds"] != self._optimizer.kinds:
+            raise EngineError(
+                f"{manifest.path} holds the state of {' and '.join(saved['kinds'])}, but this run steps with "
+                f"{' and '.join(self._optimizer.kinds)}: use the same optimizer, or load with "
+                "load_optimizer_states=False to begin its state anew"
+            )
 
 
 def _whole(name: str, tensor: Tensor) -> Chunk:

@@ -113,6 +113,7 @@ class Materialiser:
             dtype = self._dtype_of(parameter.dtype)
             if parameter.device != self._device or parameter.dtype != dtype:
                 parameter.data = parameter.data.to(self._device, dtype)
+            parameter.data = parameter.data.contiguous()  # shards are cut from row-major values
             if broadcast:
                 self._broadcast(parameter.data)
         for key, buffer in list(module.named_buffers(recurse=False)):

@@ -211,6 +211,11 @@ class EngineOptimizer(torch.optim.Optimizer):
                     )
         return not_restored
 
+    @property
+    def kinds(self) -> list[str]:
+        """The classes that really step (Muon brings an AdamW along)."""
+        return [type(optimizer).__name__ for optimizer in self.inner]
+
     def group_options(self) -> list[dict[str, Any]]:
         """The options of every parameter group as JSON (lr, betas, counters some optimizers keep there)."""
         return [

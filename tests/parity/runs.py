@@ -92,7 +92,11 @@ def step_through(model_engine: engine.Engine, steps: int, first: int = 0) -> Res
 
 def pieces_of(model_engine: engine.Engine) -> Pieces:
     shards = [*model_engine.roles.reduction.shards, *model_engine._state._frozen]
-    return [(s.info.name, s.info.shape, s.start, s.parameter.detach().reshape(-1).float().clone()) for s in shards]
+    return [
+        (s.info.name, s.info.shape, s.start, s.parameter.detach().reshape(-1).float().clone())
+        for s in shards
+        if s.info.numel
+    ]
 
 
 def assemble(pieces_by_rank: list[Pieces]) -> dict[str, Tensor]:

@@ -114,6 +114,24 @@ class Bridged(Regression):
         return self.last(x)[:, :4]
 
 
+class Odd(Regression):
+    """What is laid out or differentiated unlike the rest: a transposed weight, a channels-last one, sparse gradients,
+    an empty parameter, one of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 8).t())
+        self.convolution = nn.Conv2d(1, 2, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+        self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.integers = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def predict(self, x: Tensor) -> Tensor:
+        image = self.convolution(x.view(-1, 1, 2, 4)).mean(dim=(1, 2, 3))
+        buckets = x[:, 1].abs().long().clamp(max=4)
+        return x @ self.turned + image[:, None] + self.embedding(buckets) + self.integers + self.empty.sum()
+
+
 RARE = 1.2
 
 
@@ -175,6 +193,7 @@ CASES = {
     "tiny parameters": Case(Tiny),
     "unused": Case(Unused),
     "buffers": Case(Normalised),
+    "odd": Case(Odd),
     "groups": Case(Layers, groups=two_groups),
     "repeated blocks": Case(Repeated, zero={"prefetch_bucket_size": 1}),
     "bridged blocks": Case(Bridged, zero={"prefetch_bucket_size": 1}),
@@ -205,12 +224,15 @@ def plain_loop(case: Case, num_parts: int, steps: int, make_optimizer: Callable[
             loss = model(**part(case.batch(step), index, num_parts))
             (loss / num_parts).backward()
             losses.append(loss.item())
+        for p in model.parameters():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
         gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
         result.losses.append(sum(losses) / num_parts)
         result.norms.append(torch.cat(gradients).norm().item())
-    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result.parameters = {name: p.detach().float() for name, p in model.named_parameters() if p.numel()}
     return result
 
 

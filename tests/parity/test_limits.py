@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,3 +136,24 @@ def test_groups_of_parameters_that_do_not_fit_are_refused():
     stranger = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(EngineError, match="the model does not"):
         engine.initialize(model=model, config=config_of(0, 1), model_parameters=stranger)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+
+def initialize_two_dtypes(more: dict[str, Any]) -> str:
+    try:
+        engine.initialize(model=TwoDtypes(), config=config_of(3, 1, **more))
+    except EngineError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
+def test_stage_3_needs_one_dtype(ranks, more):
+    for message in ranks(WORLD).run(initialize_two_dtypes, more):
+        assert "parameters in float32, float64" in message
+        assert "stage 0, 1 or 2" in message

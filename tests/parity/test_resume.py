@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import engine
+from engine.contracts import EngineError
 from tests.parity.runs import Pieces, assemble, pieces_of
 from tests.parity.small import GLOBAL_BATCH, VOCABULARY_SIZE, config_of, gpt, seeded
 from tests.parity.toy import toy_batch
@@ -38,7 +39,11 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class Scaled(nn.Module):
+<<<<<<< HEAD
     """A GPT with what checkpoints may stumble over: tied, frozen and 0-dim parameters, a buffer that is written."""
+=======
+    """A GPT with what checkpoints may stumble over: tied and frozen parameters, 0-dim ones, a buffer written to."""
+>>>>>>> parity
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -211,6 +216,55 @@ def test_evaluating_sees_what_was_loaded(ranks, tmp_path, stage):
     for before, trained, after in ranks(2).run(look_then_load, stage, tmp_path):
         assert after == before
         assert trained != before
+
+
+# --- replicated groups of shards -----------------------------------------------------------------------------
+
+GROUPINGS = {"mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}
+
+
+def train_grouped(grouping: str, folder: Path) -> Pieces:
+    model_engine = start(3, zero_optimization={"stage": 3, "prefetch_bucket_size": 1, **GROUPINGS[grouping]})
+    for _ in range(3):
+        model_engine.train_batch()
+    model_engine.save_checkpoint(folder)
+    pieces = pieces_of(model_engine) + moments_of(model_engine)
+    model_engine.destroy()
+    return pieces
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_replicas_of_shards_are_saved_once(ranks, tmp_path, grouping):
+    saved = assemble(ranks(4).run(train_grouped, grouping, tmp_path))
+    (alone,) = ranks(1).run(run_part, 0, tmp_path, 0)
+    loaded = assemble([alone["parameters"] + alone["moments"]])
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+# --- another optimizer ---------------------------------------------------------------------------------------
+
+
+def load_with_another_optimizer(folder: Path) -> str:
+    model_engine = start(1)
+    model_engine.train_batch()
+    model_engine.save_checkpoint(folder)
+    model_engine.destroy()
+    other = start(1, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+    try:
+        other.load_checkpoint(folder)
+    except EngineError as error:
+        return str(error)
+    finally:
+        other.destroy()
+    return "accepted"
+
+
+def test_the_state_of_another_optimizer_is_refused(ranks, tmp_path):
+    for message in ranks(2).run(load_with_another_optimizer, tmp_path):
+        assert "AdamW" in message
+        assert "SGD" in message
+        assert "load_optimizer_states=False" in message
 
 
 # --- the loader, where windows are discarded -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.materialise import Materialiser
 from engine.model.zero.buckets import BucketReduction
-from engine.model.zero.fully_sharded import FullyShardedReduction, row_shards, shard_model
+from engine.model.zero.fully_sharded import FullyShardedReduction, is_cut, row_shards, shard_model
 from engine.model.zero.layout import DTYPES, HALF, Granularity, build_buckets, compute_dtype, master_dtype
 from engine.model.zero.scalars import ShardedWithScalars
 from engine.model.zero.shards import ParameterShard
@@ -72,7 +72,7 @@ def apply(
         shard_model(model, blocks, plan.zero, precision, mesh, shard_group, materialise)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
-        rows = [info for info in managed if info.shape]
+        rows = [info for info in managed if is_cut(info.shape)]
         sharding = kind(model, registry, rows, plan.zero, mesh, shard_group)
         scalars = [
             (info, parameter) for info, parameter in registry.parameters() if info.index in indices and not info.shape
@@ -116,16 +116,16 @@ def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> Precision
 
     Raises EngineError for a model of several dtypes, which FSDP2 cannot gather together.
     """
+    dtypes = {info.dtype for info in registry.infos if info.dtype.is_floating_point}
     if precision.compute != "fp32":
-        return precision
-    dtypes = {info.dtype for info in registry.infos}
-    if dtypes.isdisjoint(HALF):
-        return precision
+        dtypes = {master_dtype(dtype) for dtype in dtypes}
     if len(dtypes) > 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise EngineError(
             f"zero_optimization.stage 3: the model has parameters in {found}; it needs one dtype. "
-            "Switch on bf16 or fp16 in the config, or use stage 0, 1 or 2"
+            "Convert the model to one, or use stage 0, 1 or 2"
         )
+    if precision.compute != "fp32" or dtypes.isdisjoint(HALF):
+        return precision
     (dtype,) = dtypes
     return replace(precision, compute="bf16" if dtype == torch.bfloat16 else "fp16")

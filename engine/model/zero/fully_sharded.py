@@ -43,8 +43,11 @@ def shard_model(
 
     Consecutive blocks share a group until it holds ``zero.group_elements`` elements. Before a group is cut,
     ``prepare(modules)`` makes its values real and equal on all ranks, so that no rank ever holds the whole model.
-    0-dim parameters, which FSDP2 cannot cut, are left as they are.
+    Parameters that FSDP2 cannot cut (0-dim and empty ones) are left as they are.
     """
+    for module in model.modules():
+        if getattr(module, "sparse", False) is True:
+            module.sparse = False  # type: ignore[assignment]  # an embedding: FSDP2 reduces dense gradients only
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision.compute == "fp32" else DTYPES[precision.compute],
         reduce_dtype=None if any(p.dtype == torch.float64 for p in model.parameters()) else DTYPES[precision.reduce],
@@ -53,15 +56,15 @@ def shard_model(
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
     for group in group_blocks(alone(model, blocks), zero.group_elements):
         prepare(group)
-        whole = [p for block in group for p in block.parameters() if p.ndim]
+        whole = [p for block in group for p in block.parameters() if is_cut(p.shape)]
         fully_shard(  # type: ignore[call-overload]
-            list(group), reshard_after_forward=zero.reshard_after_forward, ignored_params=scalars(group), **arguments
+            list(group), reshard_after_forward=zero.reshard_after_forward, ignored_params=uncut(group), **arguments
         )
         _release(whole)
     prepare([model])
-    whole = [p for p in model.parameters() if p.ndim and not isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if is_cut(p.shape) and not isinstance(p, DTensor)]
     # the root's own parameters are used first and last: gathering them again for backward would be for nothing
-    fully_shard(model, reshard_after_forward=False, ignored_params=scalars([model]), **arguments)  # type: ignore[call-overload]
+    fully_shard(model, reshard_after_forward=False, ignored_params=uncut([model]), **arguments)  # type: ignore[call-overload]
     _release(whole)
     all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
     for module in model.modules():
@@ -97,9 +100,14 @@ def alone(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if is_alone(block)]
 
 
-def scalars(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """The 0-dim parameters of ``modules``."""
-    return {p for module in modules for p in module.parameters() if p.ndim == 0}
+def is_cut(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape is sharded: it has a first dimension, and elements."""
+    return len(shape) > 0 and 0 not in shape
+
+
+def uncut(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """The parameters of ``modules`` that stay whole."""
+    return {p for module in modules for p in module.parameters() if not is_cut(p.shape)}
 
 
 def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:
