@@ -39,11 +39,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class Scaled(nn.Module):
-<<<<<<< HEAD
-    """A GPT with what checkpoints may stumble over: tied, frozen and 0-dim parameters, a buffer that is written."""
-=======
     """A GPT with what checkpoints may stumble over: tied and frozen parameters, 0-dim ones, a buffer written to."""
->>>>>>> parity
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
