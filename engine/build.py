@@ -28,6 +28,7 @@ from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
+from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
 from engine.parameters import ParameterRegistry, check_free, claim
 from engine.plan import Plan
@@ -68,8 +69,8 @@ def build(
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
-    clipping = build_clipping(plan.gradient_clipping)
-    roles = Roles(reduction, precision, clipping, stepper, schedule, NoCurriculum(), loss_fn)
+    clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
+    roles = Roles(reduction, precision, clipping, stepper, role, NoCurriculum(), loss_fn)
 
     # data and state
     loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None
@@ -88,9 +89,6 @@ def build(
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
-    # what only watches
-    watchers = build_watchers(plan, output, mesh.rank, mesh.world_size)
-
     claim(model)
     return Engine(
         model,
@@ -101,7 +99,7 @@ def build(
         ledger,
         compute_dtype=zero.DTYPES[plan.precision.compute] if plan.precision.compute != "fp32" else None,
         autocast=_autocast(plan, device),
-        watchers=watchers,
+        watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
         training_dataloader=loader,
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,

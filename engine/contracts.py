@@ -224,11 +224,16 @@ class Schedule(Protocol):
 
     def step(self) -> None: ...
 
+    def accept(self) -> None:
+        """The schedule was moved by a load; go on from there."""
+
 
 class NoSchedule:
     """The neutral element."""
 
     def step(self) -> None: ...
+
+    def accept(self) -> None: ...
 
 
 class Curriculum(Protocol):

@@ -68,13 +68,11 @@ class Engine(Surface):
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
         self._boundary_override: bool | None = None
-        self._in_no_sync = self._noted_no_sync = False
+        self._in_no_sync = self._noted_no_sync = self._noted_plain_backward = False
         self._stop_signal = 0
         self._health = Health(mesh.rank)
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
-        if roles.optimizer is not None:
-            roles.optimizer.bind(zero_gradients=self.zero_grad)
         state.add(Counters(self))
         watchers.on_start(plan)
 
@@ -137,6 +135,7 @@ class Engine(Surface):
         self._check_scaled()
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
+        self._check_window(agreed)
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
         divisor = roles.precision.scale * self._divisor(agreed["count"])
         norm = math.sqrt(agreed["sum_of_squares"]) / divisor if applied else None
@@ -161,6 +160,24 @@ class Engine(Surface):
         self._window = Window()
         self._report(agreed, window, applied, norm, lr, scale, culprit)
         self._window.leave_out(self._window.started)
+
+    def _check_window(self, agreed: Mapping[str, float]) -> None:
+        """A window without `backward`: nothing to step on, or gradients of a plain ``loss.backward()``."""
+        if agreed["num_losses"]:
+            return
+        where = f"step {self.global_steps + 1}"
+        num_trained = sum(info.group is not None for info in self.parameter_registry.infos)
+        if agreed["untouched"] == num_trained * self.mesh.world_size:
+            raise EngineError(f"{where}: step() without a gradient on any rank; call engine.backward(loss) before it")
+        if self.roles.precision.scale != 1.0:
+            scale = f"{self.roles.precision.scale:g}"
+            raise EngineError(
+                f"{where}: the gradients come from loss.backward(), without the loss scale {scale}; call "
+                "engine.backward(loss)"
+            )
+        if self._accumulation_steps > 1 and self.plan.batch.managed and not self._noted_plain_backward:
+            self._noted_plain_backward = True
+            log.warning("loss.backward() adds micro-batches up; engine.backward(loss) would take their mean")
 
     def _agree(self, sum_of_squares: Tensor) -> dict[str, float]:
         """What all ranks must know alike, in one all-reduce (a second one only if the norm overflowed)."""
@@ -259,7 +276,7 @@ class Engine(Surface):
             return
         self.micro_steps += -self.micro_steps % self._accumulation_steps  # the next window begins whole
         if discard:
-            self.zero_grad()
+            self._forget_window()
             return
         if self.plan.batch.managed:
             window.share = window.num_micro_steps / self._accumulation_steps
@@ -309,11 +326,6 @@ class Engine(Surface):
         if count:
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
-
-    def zero_grad(self) -> None:
-        """Drop what has come together since the last boundary: gradients, losses and counts."""
-        self.roles.reduction.zero_gradients()
-        self._window = Window(num_micro_steps=self._window.num_micro_steps)
 
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()

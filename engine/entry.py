@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ from torch import nn
 
 from engine.build import build
 from engine.config import Config, ConfigError, EngineError, Problem, load_config
-from engine.device import current_device, device_kind
+from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan
+
+log = logging.getLogger("engine")
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -56,6 +59,9 @@ def initialize(
     """
     if model is None:
         raise EngineError("initialize() needs model=, a torch.nn.Module")
+    if not isinstance(model, nn.Module):
+        hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
     if mpu is not None:
         raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()
@@ -88,8 +94,10 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def init_distributed(timeout_seconds: float | None = None) -> bool:
+def init_distributed(dist_backend: str | None = None, timeout_seconds: float | None = None) -> bool:
     """Make the process group that torchrun's or SLURM's variables describe; one that exists is kept.
+
+    The backend follows from the device; a ``dist_backend`` that is not among its backends is told and left aside.
 
     `initialize` does this by itself; scripts that communicate before it call this first. Returns whether there is a
     group now (one process needs none).
@@ -98,6 +106,8 @@ def init_distributed(timeout_seconds: float | None = None) -> bool:
     if not dist.is_initialized():
         environment.export()
         device = current_device(environment.local_rank)
+        if dist_backend is not None and dist_backend not in backend_for(device):
+            log.warning("init_distributed: %s on %s instead of %s", backend_for(device), device.type, dist_backend)
         join_process_group(environment.rank, environment.world_size, "env://", device, timeout_seconds)
     return dist.is_initialized()
 

@@ -91,7 +91,7 @@ def join_process_group(
     try:
         dist.init_process_group(
             backend_for(device),
-            init_method=init_method,
+            store=_fresh_store(init_method, rank, world_size),
             rank=rank,
             world_size=world_size,
             **options,  # type: ignore[arg-type]
@@ -99,6 +99,24 @@ def join_process_group(
     except dist.DistError as error:
         raise EngineError(_why_not_joined(error, rank, world_size, init_method)) from error
     return True
+
+
+_stores: dict[str, tuple[dist.Store, int]] = {}
+
+
+def _fresh_store(init_method: str, rank: int, world_size: int) -> dist.Store:
+    """The meeting point, under a prefix of its own for every group that this process makes.
+
+    A second group in one process (initialize, destroy, initialize), or one of a restarted attempt under torchrun, would
+    else meet the keys that the first left behind, and hang. The underlying store is kept: rank 0 may be serving it.
+    """
+    if init_method not in _stores:
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size))
+        _stores[init_method] = (store, 0)
+    store, num_groups = _stores[init_method]
+    _stores[init_method] = (store, num_groups + 1)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}/group{num_groups}", store)
 
 
 def _why_not_joined(error: dist.DistError, rank: int, world_size: int, init_method: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from engine.checkpoint.folder import default_tag
@@ -75,6 +76,24 @@ class Surface:
     def loss_scale(self) -> float:
         return self.roles.precision.scale
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parameters are and its inputs go."""
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this rank's device: what ``x.to(engine.local_rank)`` wants on accelerators (0 on the CPU)."""
+        return self.mesh.device.index or 0
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
     def train_batch_size(self) -> int:
         """Samples in an optimizer step, over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self._accumulation_steps * self.mesh.dp_size
@@ -91,6 +110,12 @@ class Surface:
 
     def eval(self) -> Self:
         return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that have come together in this window; its micro-steps stay counted."""
+        num_micro_steps = self._window.num_micro_steps
+        self._forget_window()
+        self._window.num_micro_steps = num_micro_steps
 
     # --- state, requests, end ----------------------------------------------------------------------------------
 
@@ -144,6 +169,7 @@ class Surface:
         if result[0] is not None:
             self.roles.reduction.publish()
             self._forget_window()
+            self.roles.schedule.accept()
             if "data_loader" in self._state.restored:
                 self._batches = None
         return result

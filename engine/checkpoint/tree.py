@@ -197,7 +197,7 @@ class StateTree:
                 restored.add(part.name)
         if self._rank == 0:
             for line in describe(manifest, layout=self.layout, loaded=loaded, restored_states=restored):
-                log.info("%s", line)
+                log.warning("%s", line)
         return str(manifest.path), load_client_state(manifest)
 
     def _wanted_optimizer_chunks(self, manifest: Manifest, whole: dict[str, dict[str, Tensor]]) -> list[Chunk]:

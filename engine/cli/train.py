@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from engine.cli.options import (
     terminal_columns,
 )
 from engine.cli.resolved import data_path, resolved_config
-from engine.contracts import EngineError
+from engine.contracts import EngineError, RunFailed
 from engine.launch import RankEnvironment, StopRequest
 from engine.launch.threads import thread_environment
 
@@ -39,6 +40,7 @@ class RunOptions:
     config: Config
     output: Path
     resume: str | None
+    override_batch: bool = False
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     _check_can_train(config)
     os.environ.update(thread_environment(arguments.nproc or environment.local_world_size))
     output = arguments.output or Path("output") / Path(arguments.config).stem
-    options = RunOptions(config, output, arguments.resume)
+    options = RunOptions(config, output, arguments.resume, arguments.override_batch)
     resolved = plan(config, real_world(config, environment, arguments.nproc))
     check_output(output)
     if arguments.resume not in (None, "auto"):
@@ -80,6 +82,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on from the latest checkpoint of the output, or from PATH"
+    )
+    parser.add_argument(
+        "--override-batch", action="store_true", help="with --resume: go on under another global batch than was saved"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     add_config_options(parser)
@@ -163,6 +168,9 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+            report = model_engine.last_report
+            if report is not None and report.loss is not None and not math.isfinite(report.loss):
+                raise RunFailed(f"the run ended with a loss of {report.loss}: it diverged; lower the learning rate")
     except EngineError:
         raise
     except Exception as error:
@@ -191,7 +199,7 @@ def resume(model_engine: Any, options: RunOptions, say: bool) -> None:
         folder, tag = checkpoints, None
     else:
         folder, tag = named_checkpoint(Path(options.resume))
-    loaded, _ = model_engine.load_checkpoint(str(folder), tag)
+    loaded, _ = model_engine.load_checkpoint(str(folder), tag, override_batch=options.override_batch)
     if loaded is None:
         raise EngineError(f"--resume: there is no checkpoint in {folder}")
     if say:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from engine.checkpoint import CheckpointError
+from engine.contracts import RunFailed
 from engine.launch import StopRequest
 
 
@@ -59,7 +61,10 @@ class TrainingLoop:
         return loss
 
     def save(self) -> None:
-        self.engine.save_checkpoint(str(self.checkpoints), client_state={})
+        try:
+            self.engine.save_checkpoint(str(self.checkpoints), client_state={})
+        except CheckpointError as error:  # nothing wrong with what the user asked for: the disk, or a rank
+            raise RunFailed(str(error)) from error
 
     def save_and_stop(self, signal_number: int) -> int:
         self.save()

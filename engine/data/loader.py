@@ -82,6 +82,11 @@ class DistributedLoader(Iterable[Any]):
         self.collate_fn: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self.pin_memory = pin_memory
         self.multiprocessing_context = multiprocessing_context
+        if isinstance(dataset, DataLoader):
+            raise EngineError(
+                "training_data is a DataLoader, which makes batches already: pass its dataset, or keep the loader and "
+                "give its batches to the engine yourself (each of train_micro_batch_size_per_gpu samples)"
+            )
         self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.num_samples = self._count_samples()
         if self.is_stream and num_workers > 1:
@@ -248,11 +253,11 @@ class DistributedLoader(Iterable[Any]):
         split = self.split
         if num_samples == 0:
             raise EngineError("data loader: the dataset is empty.")
-        if self.drop_last and num_samples < split.global_batch_size:
+        if num_samples < split.global_batch_size:
             raise EngineError(
                 f"data loader: the dataset has {num_samples} samples, one optimizer step takes "
                 f"{split.global_batch_size} (micro batch {split.micro_batch_size} x accumulation "
-                f"{split.accumulation_steps} x {split.dp_size} ranks): use a smaller batch, more data, or no drop_last."
+                f"{split.accumulation_steps} x {split.dp_size} ranks): use a smaller batch or more data."
             )
         return num_samples
 

@@ -41,7 +41,10 @@ class Health:
         self._consecutive_skips += not is_searching
         self._num_warnings += 1
         if self._rank == 0 and (self._num_warnings <= 5 or self._num_warnings % 5 == 0):
-            scaling = f"; loss scale {report.loss_scale:g} -> {precision.scale:g}" if report.loss_scale != 1.0 else ""
+            scaling = ""
+            if report.loss_scale != 1.0:
+                moved = f"{report.loss_scale:g} -> {precision.scale:g}"
+                scaling = f"; loss scale {moved if is_searching else f'stays {precision.scale:g}'}"
             log.warning("step %d skipped: a gradient is not finite%s%s", report.step, where, scaling)
         if precision.exhausted:
             raise RunFailed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,6 +113,15 @@ def zero_grad_after(model_engine: engine.Engine, step: int) -> None:
     model_engine.zero_grad()
 
 
+def zero_grad_before_each_backward(model_engine: engine.Engine, step: int) -> None:
+    """The habit of plain loops: inside an engine it must not drop what accumulates."""
+    assert model_engine.optimizer is not None
+    for batch in micro_batches(model_engine, step):
+        model_engine.optimizer.zero_grad()
+        model_engine.backward(model_engine(**batch))
+        model_engine.step()
+
+
 def discard_first(model_engine: engine.Engine, step: int) -> None:
     strange = next(micro_batches(model_engine, 50))
     model_engine.backward(model_engine(**strange))
@@ -132,6 +142,7 @@ WAYS: dict[str, tuple[Callable[[engine.Engine, int], None], dict[str, Any]]] = {
         plain_backward,
         evaluate_between,
         zero_grad_after,
+        zero_grad_before_each_backward,
         discard_first,
     )
 }
@@ -153,6 +164,7 @@ def run_all_ways(stage: int) -> dict[str, tuple[Result, Pieces, dict[str, Any]]]
             report = model_engine.last_report
             assert report is not None
             assert report.step == step + 1
+            assert report.samples == 12 * (step + 1), name
             if name in WITHOUT_LOSS:
                 assert report.loss is None
             else:
@@ -212,9 +224,8 @@ def masked_reference() -> Result:
         loss = sums.total / sums.count
         loss.backward()
         result.losses.append(loss.item())
-        result.norms.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-        )
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        result.norms.append(gradients.norm().item())
         optimizer.step()
         optimizer.zero_grad()
     result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -275,9 +286,8 @@ def train_two_engines(stage: int) -> tuple[Result, Pieces, dict[str, Any]]:
         assert second.last_report is not None
         assert second.last_report.loss is None
         result.losses.append(first.last_report.loss or 0.0)
-        result.norms.append(
-            ((first.get_global_grad_norm() or 0) ** 2 + (second.get_global_grad_norm() or 0) ** 2) ** 0.5
-        )
+        both = [first.get_global_grad_norm() or 0.0, second.get_global_grad_norm() or 0.0]
+        result.norms.append(math.hypot(*both))
     pieces = [(f"layers.{name}", *rest) for name, *rest in (*pieces_of(first), *pieces_of(second))]
     first.destroy()
     second.destroy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from engine.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,3 +95,22 @@ def test_every_make_target_that_is_shown_exists() -> None:
     for page in PAGES:
         shown |= set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8")))
     assert shown | {command.split()[1] for command in RUN_BY_CI | RUN_BY_HAND} <= targets
+
+
+def public_interface() -> set[str]:
+    """The names of `engine`, the arguments of `initialize`, the fields of `StepReport`, the methods of `Engine` and of
+    `Watcher`, and their arguments."""
+    names = {*engine.__all__, *inspect.signature(engine.initialize).parameters, *engine.StepReport.__dataclass_fields__}
+    for kind in (*engine.Engine.__mro__[:-1], engine.Watcher):
+        for name, member in vars(kind).items():
+            if not name.startswith("_"):
+                names.add(name)
+                if kind is not engine.Watcher and inspect.isfunction(member):
+                    names |= {*inspect.signature(member).parameters} - {"self", "args", "kwargs"}
+    return names
+
+
+def test_the_whole_python_interface_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "api.md").read_text("utf-8")
+    prose = FENCE.sub("", text)
+    assert not public_interface() - set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
