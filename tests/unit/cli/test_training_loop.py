@@ -82,7 +82,9 @@ class CountingEngine:
     def save_checkpoint(self, directory: str, client_state: dict[str, Any]) -> None:
         self.log.append(f"save {self.global_steps}")
 
-    def load_checkpoint(self, directory: str, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    def load_checkpoint(
+        self, directory: str, tag: str | None, override_batch: bool = False
+    ) -> tuple[str | None, dict[str, Any] | None]:
         self.log.append(f"load {Path(directory).name} {tag}")
         if not Path(directory, "global_step2").is_dir():
             return None, None
