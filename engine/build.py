@@ -15,8 +15,8 @@ from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoCurriculum, NoSchedule, SavedLayout
-from engine.data.loader import DistributedLoader
+from engine.contracts import NoSchedule, SavedLayout, Stateful
+from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
 from engine.model import zero
@@ -62,7 +62,9 @@ def build(
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, _granularity(plan, client))
     reduction = data_parallel.reduction
 
-    # roles
+    # data and roles
+    loader = build_loader(plan, mesh, training_data, collate_fn)
+    curriculum = build_curriculum(plan, model, loader)
     sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     schedule = _schedule(plan, lr_scheduler, stepper)
@@ -70,10 +72,10 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    roles = Roles(reduction, precision, clipping, stepper, role, NoCurriculum(), loss_fn)
+    cut_loss_fn = curriculum.around(loss_fn)
+    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks))
 
-    # data and state
-    loader = _loader(plan, mesh, training_data, collate_fn) if training_data is not None else None
+    # state
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
@@ -86,7 +88,8 @@ def build(
         config=plan.config.raw,
         tag_validation=plan.config.checkpoint.tag_validation,
     )
-    state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    scheduled = None if isinstance(schedule, NoSchedule) else ScheduleState(schedule)
+    state.add(scheduled, precision, loader, curriculum if isinstance(curriculum, Stateful) else None, RandomStates())
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     claim(model)
@@ -119,21 +122,6 @@ def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) 
     if lr_scheduler is None:
         return build_schedule(plan.schedule, optimizer)
     return client_schedule(lr_scheduler, optimizer)
-
-
-def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[..., Any] | None) -> DistributedLoader:
-    return DistributedLoader(
-        training_data,
-        plan.batch.micro_batch_size,
-        plan.batch.accumulation_steps,
-        mesh.dp_size,
-        mesh.dp_rank,
-        plan.seed,
-        drop_last=plan.config.dataloader_drop_last,
-        num_workers=plan.config.data.num_workers,
-        collate_fn=collate_fn,
-        pin_memory=mesh.device.type != "cpu",
-    )
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

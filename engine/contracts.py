@@ -11,7 +11,7 @@ Everything that must survive a restart is a `Stateful`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -37,6 +37,7 @@ __all__ = [
     "Reduction",
     "RunFailed",
     "SavedLayout",
+    "SavedWork",
     "Schedule",
     "Stateful",
     "StepReport",
@@ -56,8 +57,12 @@ class StepReport:
     """What one optimizer step did. Handed to watchers on every rank, after the step.
 
     ``loss`` is the mean over micro-batches and data-parallel ranks, unscaled. ``grad_norm`` is the global L2 norm
-    before clipping, unscaled. ``samples`` and the token counters are totals of the whole run, over all ranks;
-    ``tokens_computed`` leaves out what a curriculum or token dropping saved. ``seconds`` are wall-clock, by phase.
+    before clipping, unscaled. ``seconds`` are wall-clock, by phase.
+
+    The ledger, totals of the whole run over all data-parallel ranks: ``samples``; ``tokens_seen``, those in what the
+    model was given, so without what a curriculum cut off; ``tokens_computed``, those less what was left out inside the
+    model, in tokens that pass through all layers; ``layers_skipped``, one for each layer and micro-batch;
+    ``skipped_steps``. ``difficulties``: of the curriculum's metrics, in this step.
     """
 
     step: int
@@ -70,10 +75,38 @@ class StepReport:
     tokens_seen: int
     tokens_computed: int
     skipped_steps: int
+    layers_skipped: int = 0
+    difficulties: Mapping[str, float] = field(default_factory=dict)
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     first_nonfinite: tuple[int, str] | None = None
     """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
+
+
+@dataclass
+class SavedWork:
+    """What layers left out on this rank since the last `take`: layer drop and token drop write it down here.
+
+    Only in training forwards, and once where a forward is computed again for its activations.
+    """
+
+    layers_skipped: int = 0
+    layer_tokens: int = 0
+
+    def skip_layer(self, num_tokens: int) -> None:
+        """A layer that was not computed for a micro-batch (local) of ``num_tokens``."""
+        self.layers_skipped += 1
+        self.layer_tokens += num_tokens
+
+    def drop_tokens(self, num_tokens: int) -> None:
+        """Tokens that passed by one layer."""
+        self.layer_tokens += num_tokens
+
+    def take(self) -> tuple[int, int]:
+        """(layers skipped, tokens times layers left out), and begin anew."""
+        taken = self.layers_skipped, self.layer_tokens
+        self.layers_skipped = self.layer_tokens = 0
+        return taken
 
 
 @dataclass(frozen=True)
@@ -222,7 +255,8 @@ class Clipping(Protocol):
 class Schedule(Protocol):
     """The learning-rate schedule. Neutral element: nothing happens."""
 
-    def step(self) -> None: ...
+    def step(self, tokens_seen: int) -> None:
+        """After an applied step; ``tokens_seen`` in the whole run, for a schedule that follows tokens."""
 
     def accept(self) -> None:
         """The schedule was moved by a load; go on from there."""
@@ -231,7 +265,7 @@ class Schedule(Protocol):
 class NoSchedule:
     """The neutral element."""
 
-    def step(self) -> None: ...
+    def step(self, tokens_seen: int) -> None: ...
 
     def accept(self) -> None: ...
 
@@ -239,16 +273,43 @@ class NoSchedule:
 class Curriculum(Protocol):
     """What the model sees of a batch. Neutral element: all of it."""
 
-    def apply(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def follow(self, applied_steps: Callable[[], int]) -> None:
+        """From here on ``applied_steps()`` tells how many steps have updated the model."""
+
+    def difficulties(self) -> dict[str, float]:
+        """The difficulty of every metric in the step under way."""
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a training forward."""
+
+    def check(self, output: Any) -> None:
+        """What that forward returned: raises EngineError where targets outside the model would no longer fit it."""
+
+    def cut(self, batch: Any) -> Any:
+        """A whole batch, inputs and targets, as `apply` would cut it."""
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """``loss_fn(outputs, targets)`` that cuts its targets as the inputs were."""
 
 
 class NoCurriculum:
     """The neutral element."""
 
-    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def follow(self, applied_steps: Callable[[], int]) -> None: ...
+
+    def difficulties(self) -> dict[str, float]:
+        return {}
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
+
+    def check(self, output: Any) -> None: ...
+
+    def cut(self, batch: Any) -> Any:
+        return batch
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return loss_fn
 
 
 class ForwardBackward(Protocol):

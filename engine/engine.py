@@ -61,7 +61,7 @@ class Engine(Surface):
         self.roles, self.watchers, self.training_dataloader = roles, watchers, training_dataloader
         self.optimizer, self.lr_scheduler = roles.optimizer, lr_scheduler
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self.global_tokens = 0
-        self.stop_requested = 0
+        self.layers_skipped = self.saved_layer_tokens = self.stop_requested = 0
         self._compute_dtype, self._autocast, self._state, self._on_destroy = compute_dtype, autocast, state, on_destroy
         self._ledger = ledger
         self._agreement = Agreement(ShardGroup.of(mesh, "world", ledger), mesh.device)
@@ -74,6 +74,7 @@ class Engine(Surface):
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
         state.add(Counters(self))
+        roles.curriculum.follow(lambda: self.global_steps - self.skipped_steps)
         watchers.on_start(plan)
 
     # --- one window ------------------------------------------------------------------------------------------
@@ -82,8 +83,9 @@ class Engine(Surface):
         """The model's forward on this rank's micro-batch: inputs on the device, floating ones in the compute dtype."""
         started = time.perf_counter()
         args, kwargs = place((args, kwargs), self.mesh.device, self._compute_dtype)
-        if self.module.training and torch.is_grad_enabled():
-            args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
+        trains = self.module.training and torch.is_grad_enabled()
+        if trains:
+            args, kwargs = self.roles.curriculum.apply(args, kwargs)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
             place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
@@ -91,6 +93,8 @@ class Engine(Surface):
             self._window.num_forwards += 1
         with self._autocast():
             output = self.module(*args, **kwargs)
+        if trains:
+            self.roles.curriculum.check(output)
         self._window.spend("forward", started)
         return output
 
@@ -140,25 +144,24 @@ class Engine(Surface):
         divisor = roles.precision.scale * self._divisor(agreed["count"])
         norm = math.sqrt(agreed["sum_of_squares"]) / divisor if applied else None
         lr, scale, culprit = self.get_lr()[0], roles.precision.scale, None
+        difficulties = roles.curriculum.difficulties()
+        self._count(agreed)
         if applied:
             if agreed["untouched"]:
                 roles.reduction.drop_gradients(self._untouched_everywhere())
             optimizer.apply(roles.clipping.coefficient(norm) / divisor)  # type: ignore[arg-type]
             roles.reduction.publish()
-            roles.schedule.step()
+            roles.schedule.step(self.global_tokens)
         else:
             culprit = self._find_nonfinite()
         roles.precision.update(not applied)
         roles.reduction.zero_gradients()
         self.global_steps += 1
-        num_micro_batches = window.num_micro_steps if self.plan.batch.managed else window.num_forwards
-        self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
-        self.global_tokens += round(agreed["tokens"] / self._replicas)
         self.skipped_steps += not applied
         optimizer.overflow = not applied
         window.spend("step", started)
         self._window = Window()
-        self._report(agreed, window, applied, norm, lr, scale, culprit)
+        self._report(agreed, window, applied, norm, lr, scale, culprit, difficulties)
         self._window.leave_out(self._window.started)
 
     def _check_window(self, agreed: Mapping[str, float]) -> None:
@@ -181,13 +184,15 @@ class Engine(Surface):
 
     def _agree(self, sum_of_squares: Tensor) -> dict[str, float]:
         """What all ranks must know alike, in one all-reduce (a second one only if the norm overflowed)."""
-        window = self._window
+        window, (layers_skipped, saved_layer_tokens) = self._window, self.roles.saved_work.take()
         mine: dict[str, Tensor | float] = {
             "sum_of_squares": sum_of_squares,
             "loss": window.mean_loss(self.plan.batch.managed),
             "num_losses": window.num_losses,
             "count": window.count,
             "tokens": window.num_tokens,
+            "layers_skipped": layers_skipped,
+            "saved_layer_tokens": saved_layer_tokens,
             "untouched": len(self.roles.reduction.untouched()),
             "sigint": self._stop_signal == 2,
             "sigterm": self._stop_signal == 15,
@@ -207,6 +212,7 @@ class Engine(Surface):
         lr: float,
         scale: float,
         culprit: tuple[int, str] | None,
+        difficulties: Mapping[str, float],
     ) -> None:
         loss = agreed["loss"] / (agreed["count"] or self.mesh.world_size) if agreed["num_losses"] else None
         report = StepReport(
@@ -218,8 +224,10 @@ class Engine(Surface):
             loss_scale=scale,
             samples=self.global_samples,
             tokens_seen=self.global_tokens,
-            tokens_computed=self.global_tokens,
+            tokens_computed=self.tokens_computed,
             skipped_steps=self.skipped_steps,
+            layers_skipped=self.layers_skipped,
+            difficulties=difficulties,
             bytes_by_axis=self._ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
             first_nonfinite=culprit,

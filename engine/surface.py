@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
-from engine.contracts import Clipping, Curriculum, Precision, Reduction, Schedule, StepReport
+from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
@@ -36,6 +36,9 @@ class Roles:
     schedule: Schedule
     curriculum: Curriculum
     loss_fn: Callable[..., Any] | None = None
+    saved_work: SavedWork = field(default_factory=SavedWork)
+    num_layers: int = 0
+    """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
 
 
 class Surface:
@@ -49,6 +52,10 @@ class Surface:
     optimizer: EngineOptimizer | None
     last_report: StepReport | None
     global_steps: int
+    global_samples: int
+    global_tokens: int
+    layers_skipped: int
+    saved_layer_tokens: int
     micro_steps: int
     _window: Window
     _batches: Iterator[Any] | None
@@ -110,6 +117,37 @@ class Surface:
 
     def eval(self) -> Self:
         return self.train(False)
+
+    # --- the curriculum and the ledger -------------------------------------------------------------------------
+
+    @property
+    def tokens_computed(self) -> int:
+        """`global_tokens` less what was left out inside the model, in tokens that pass through all its layers."""
+        return self.global_tokens - self.saved_layer_tokens // max(1, self.roles.num_layers)
+
+    def curriculum_difficulties(self) -> dict[str, float]:
+        """The difficulty of every metric of the curriculum in the step under way."""
+        return self.roles.curriculum.difficulties()
+
+    def cut_to_curriculum(self, batch: Any) -> Any:
+        """A whole batch as the curriculum lets the model see it: for loops that compute their own loss from it."""
+        return self.roles.curriculum.cut(batch)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], float]]) -> None:
+        """``{metric: function}`` for the metrics whose schedule_type is custom; ``function(step)``, from step 1 on."""
+        set_functions = getattr(self.roles.curriculum, "set_functions", None)
+        if set_functions is None:
+            raise EngineError("set_custom_curriculum_learning_schedule: the config switches no curriculum on")
+        set_functions(schedule_func_dict)
+
+    def _count(self, agreed: Mapping[str, float]) -> None:
+        """A window's samples, tokens and layers, once for all ranks that share them."""
+        window, replicas = self._window, self.mesh.world_size / self.mesh.dp_size
+        num_micro_batches = window.num_micro_steps if self.plan.batch.managed else window.num_forwards
+        self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
+        self.global_tokens += round(agreed["tokens"] / replicas)
+        self.layers_skipped += round(agreed["layers_skipped"] / replicas)
+        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / replicas)
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come together in this window; its micro-steps stay counted."""

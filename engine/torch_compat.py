@@ -47,3 +47,15 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """``tree`` with every tensor replaced by ``function(tensor)``."""
     return _pytree.tree_map_only(Tensor, function, tree)
+
+
+def tree_map_named_tensors(function: Callable[[str, Tensor], Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor replaced by ``function(name, tensor)``; names are keys and positions, dotted."""
+
+    def apply(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        parts = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", ""))) for entry in path)
+        return function(".".join(map(str, parts)), leaf)
+
+    return _pytree.tree_map_with_path(apply, tree)

@@ -60,16 +60,20 @@ class Counters:
     name = "run"
     on_layout_change: OnLayoutChange = "reshard"
     NAMES = ("global_steps", "global_samples", "global_tokens", "micro_steps", "skipped_steps")
+    LATER_NAMES = ("layers_skipped", "saved_layer_tokens")
+    """Absent from checkpoints of versions that had no layer or token dropping."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def state(self) -> dict[str, Any]:
-        return {name: getattr(self._engine, name) for name in self.NAMES}
+        return {name: getattr(self._engine, name) for name in (*self.NAMES, *self.LATER_NAMES)}
 
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
         for name in self.NAMES:
             setattr(self._engine, name, state[name])
+        for name in self.LATER_NAMES:
+            setattr(self._engine, name, state.get(name, 0))
         if self._engine.plan.batch.managed:
             # a save inside a window has nothing of it, and another layout may have other windows
             self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()

@@ -27,7 +27,14 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
     if mesh.rank == 0:
         done = model_engine
         built = summary.build(
-            counters=Counters(done.global_steps, done.skipped_steps, done.global_samples, done.global_tokens),
+            counters=Counters(
+                done.global_steps,
+                done.skipped_steps,
+                done.global_samples,
+                done.global_tokens,
+                done.tokens_computed,
+                done.layers_skipped,
+            ),
             train_loss=last_train_loss(model_engine.last_report, output),
             bigram_entropy=bigram_entropy(corpus.validation.tokens),
             world_size=mesh.world_size,

@@ -80,10 +80,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "sequence_parallel_size": lambda config: config.sequence_parallel_size > 1,
     "parallel.context_parallel": lambda config: config.parallel.context_parallel > 1,
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
-    "curriculum_learning.enabled": lambda config: _on(config.curriculum_learning),
-    "data_efficiency.data_sampling.curriculum_learning.enabled": (
-        lambda config: _sampling(config) is not None and _on(_sampling(config).curriculum_learning)
-    ),
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
     ),

@@ -160,6 +160,11 @@ class Config(Section):
     model: ModelSection | None = Field(None, description="What to build.")
     data: DataSection = nested(DataSection, "What to train on.")
     training: TrainingSection = nested(TrainingSection, "How long to train.")
+    sequence_keys: dict[str, int | list[int]] | list[str] | None = Field(
+        None,
+        description="Tensors of a batch that have a sequence dimension, by name or position, with that dimension (a "
+        "list alone: dimension 1); null: found from the batch.",
+    )
     seed: int = Field(1234, ge=0, description="Seed of everything random.")
     strict: bool = Field(True, description="false: unknown keys are notes, not errors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")

@@ -49,6 +49,8 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "checkpoint.checkpoint_serialization": ("nothing is pickled in a checkpoint", ()),
     "data_efficiency.enabled": (_SWITCHES_INSIDE, ()),
     "data_efficiency.data_sampling.enabled": (_SWITCHES_INSIDE, ()),
+    "data_efficiency.data_sampling.num_epochs": ("samples are drawn for as long as training goes on", ()),
+    "data_efficiency.data_sampling.pin_memory": ("batches for an accelerator are always pinned", (True,)),
     "data_efficiency.data_routing.enabled": (_SWITCHES_INSIDE, ()),
 }
 """Path -> why it has no effect, and the values that need no note because they ask for what happens anyway.

@@ -38,6 +38,17 @@ def loss_with_batch(
 
 def loss_of(output: Any) -> Tensor | LossSum:
     """The loss in what a model returns: a scalar, ``.loss``, ``["loss"]``, or item 0."""
+    loss = scalar_loss(output)
+    if loss is not None:
+        return loss
+    raise EngineError(
+        f"the model returned {describe(output)}, which holds no scalar loss: return a 0-dim "
+        "loss (or .loss, ['loss'], item 0), or pass loss_fn to initialize()"
+    )
+
+
+def scalar_loss(output: Any) -> Tensor | LossSum | None:
+    """As `loss_of`; None where there is none."""
     candidate = output
     if isinstance(output, LossSum):
         return output
@@ -47,12 +58,7 @@ def loss_of(output: Any) -> Tensor | LossSum:
         candidate = output.loss
     elif isinstance(output, tuple | list) and output:
         candidate = output[0]
-    if isinstance(candidate, Tensor) and candidate.numel() == 1:
-        return candidate.reshape(())
-    raise EngineError(
-        f"the model returned {describe(output)}, which holds no scalar loss: return a 0-dim "
-        "loss (or .loss, ['loss'], item 0), or pass loss_fn to initialize()"
-    )
+    return candidate.reshape(()) if isinstance(candidate, Tensor) and candidate.numel() == 1 else None
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

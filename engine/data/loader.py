@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from engine.contracts import EngineError, OnLayoutChange, SavedLayout
+from engine.data.sampling import CurriculumSampler, Drawn
 from engine.data.stream import DatasetState, Position, RankStream, Split, StreamItem
 from engine.random import generator, stream_seed
 
@@ -100,6 +102,11 @@ class DistributedLoader(Iterable[Any]):
         self._begun = False
         self._iteration = 0
         self._dataset_state: DatasetState | None = None
+        self.sampler: CurriculumSampler | None = None
+        """Draws the samples of each step, in place of the epoch's order. An epoch is as many steps as without it."""
+        self._drawn = Drawn()
+        self.present: Callable[[Any], Any] = _unchanged
+        """What is made of a batch when it is handed out: of the step under way then, however early it was read."""
 
     def __len__(self) -> int:
         """Micro-batches of one whole epoch, on each rank. Raises TypeError for a dataset without a length."""
@@ -130,6 +137,8 @@ class DistributedLoader(Iterable[Any]):
         }
         if self._dataset_state is not None:
             state["dataset_state"] = self._dataset_state._asdict()
+        if self.sampler is not None:
+            state["drawn"] = self._drawn.as_json()
         return state
 
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
@@ -145,6 +154,8 @@ class DistributedLoader(Iterable[Any]):
             strange.append(f"dataset length {state['dataset_length']} (now {self.num_samples})")
         if self.shuffle and not self.is_stream and state["seed"] != self.seed:
             strange.append(f"seed {state['seed']} (now {self.seed})")
+        if not strange and ("drawn" in state) != (self.sampler is not None):
+            strange.append(f"samples {'drawn by a curriculum' if 'drawn' in state else 'in their shuffled order'}")
         if strange:
             warnings.warn(
                 f"data loader: the position was not restored, for it was saved with {' and '.join(strange)}: "
@@ -152,6 +163,7 @@ class DistributedLoader(Iterable[Any]):
                 stacklevel=2,
             )
             self._move_to(Position(), None)
+            self._drawn = Drawn()
             return
         consumed = int(state["consumed_samples_in_epoch"])
         same_batch = saved_layout.global_batch_size == self.split.global_batch_size
@@ -165,6 +177,11 @@ class DistributedLoader(Iterable[Any]):
             )
         dataset_state = DatasetState(**state["dataset_state"]) if "dataset_state" in state else None
         self._move_to(Position(int(state["epoch"]), consumed, origin), dataset_state)
+        self._drawn = Drawn.from_json(state["drawn"]) if "drawn" in state else Drawn()
+
+    def difficulties(self) -> dict[str, float]:
+        """What the sampler drew the last batch by that was handed out; before the first, what it will draw it by."""
+        return {} if self.sampler is None else self.sampler.difficulties(max(1, self._drawn.num_batches))
 
     def _move_to(self, position: Position, dataset_state: DatasetState | None) -> None:
         self._iteration += 1
@@ -182,8 +199,11 @@ class DistributedLoader(Iterable[Any]):
                 self._position = Position(
                     self._position.epoch, self._position.consumed + self.split.round_size, self._position.origin
                 )
-                self._dataset_state = item.resume_from
-                yield item.batch
+                if self.sampler is None:
+                    self._dataset_state = item.resume_from
+                else:
+                    self._drawn = item.resume_from
+                yield self.present(item.batch)
                 if self._iteration != iteration:
                     return
             was_empty = self._position.consumed == resumed_at
@@ -218,9 +238,10 @@ class DistributedLoader(Iterable[Any]):
             )
             yield from _start(DataLoader(stream, batch_size=None, collate_fn=_unchanged, **common))
         else:
-            indices = self._sample_indices()
+            after: deque[Any] = deque()
+            indices = self._sample_indices() if self.sampler is None else self._drawn_indices(after)
             for batch in _start(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)):
-                yield StreamItem(batch, None)
+                yield StreamItem(batch, after.popleft() if after else None)
 
     def _sample_indices(self) -> Iterator[list[int]]:
         """The dataset indices of this rank's micro-batches from the position on."""
@@ -232,6 +253,20 @@ class DistributedLoader(Iterable[Any]):
             first = start + split.dp_rank * split.micro_batch_size
             places = torch.arange(first, first + split.micro_batch_size) % self.num_samples
             yield (places if order is None else order[places]).tolist()
+
+    def _drawn_indices(self, after: deque[Any]) -> Iterator[list[int]]:
+        """The same, of samples that a sampler draws step by step; ``after`` gets what to go on from behind each."""
+        assert self.sampler is not None
+        position, split, drawn = self._position, self.split, self._drawn
+        start = position.step_start(split)
+        first_micro_step = (position.consumed - start) // split.round_size
+        for _ in range(start, self._end(position), split.global_batch_size):
+            ids, following = self.sampler.draw(drawn, split.global_batch_size)
+            for micro_step in range(first_micro_step, split.accumulation_steps):
+                first = micro_step * split.round_size + split.dp_rank * split.micro_batch_size
+                after.append(following if micro_step == split.accumulation_steps - 1 else drawn)
+                yield ids[first : first + split.micro_batch_size].tolist()
+            drawn, first_micro_step = following, 0
 
     def _end(self, position: Position) -> int:
         """Where the epoch ends, in samples of its order: behind its last whole (or filled-up) optimizer step."""

@@ -59,8 +59,10 @@ class DatasetState(NamedTuple):
 
 
 class StreamItem(NamedTuple):
+    """A micro-batch, and what reading goes on from behind it: a `DatasetState`, or a sampler's `Drawn`."""
+
     batch: Any
-    resume_from: DatasetState | None
+    resume_from: Any
 
 
 class RankStream(IterableDataset[StreamItem]):

@@ -18,12 +18,15 @@ class EngineSchedule:
         """Take the scheduler as it stands now (a checkpoint was loaded into it)."""
         self._position = getattr(self.scheduler, "last_epoch", None)
 
-    def step(self) -> None:
+    def step(self, tokens_seen: int) -> None:
         position = getattr(self.scheduler, "last_epoch", None)
         if position != self._position:
             raise EngineError(
                 f"the learning-rate scheduler was stepped outside the engine (it stands at {position}, not at "
                 f"{self._position}): engine.step() does that, remove scheduler.step() from the loop"
             )
+        see = getattr(self.scheduler, "see_tokens", None)
+        if callable(see):
+            see(tokens_seen)
         self.scheduler.step()
         self.accept()

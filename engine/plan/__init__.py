@@ -8,7 +8,10 @@ from engine.plan.estimates import MemoryEstimate, estimate_memory
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import (
     BatchPlan,
+    CurriculumMetric,
+    CurriculumPlan,
     Degrees,
+    DifficultySchedule,
     LossScalePlan,
     OptimizerPlan,
     Plan,
@@ -24,7 +27,10 @@ from engine.plan.verdict import Verdict, verdict
 
 __all__ = [
     "BatchPlan",
+    "CurriculumMetric",
+    "CurriculumPlan",
     "Degrees",
+    "DifficultySchedule",
     "LossScalePlan",
     "MemoryEstimate",
     "ModelFacts",

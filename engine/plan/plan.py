@@ -119,6 +119,57 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True)
+class DifficultySchedule:
+    """How a difficulty grows with the step, which counts from 1: engine/data/curriculum.py has the formulas.
+
+    ``difficulties`` hold until ``last_steps`` (one fewer) and belong to fixed_discrete; ``total_steps``, ``step_size``
+    and ``root_degree`` to the other two. ``deepspeed``: its formulas, which may miss the minimum and the maximum.
+    """
+
+    type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+    minimum: float
+    maximum: float
+    total_steps: int = 1
+    step_size: int = 1
+    root_degree: float = 1.0
+    difficulties: tuple[float, ...] = ()
+    last_steps: tuple[int, ...] = ()
+    deepspeed: bool = False
+
+
+@dataclass(frozen=True)
+class CurriculumMetric:
+    """``use``: the difficulty is the length to which sequences are cut (truncate, reshape), or a bound on the samples
+    that may be drawn (sample), then by ``percentile`` of the sorted metric or by its value. ``path``: of its section.
+    """
+
+    name: str
+    path: str
+    use: Literal["truncate", "reshape", "sample"]
+    schedule: DifficultySchedule
+    percentile: bool = False
+    index_to_sample_path: str | None = None
+    index_to_metric_path: str | None = None
+
+
+@dataclass(frozen=True)
+class CurriculumPlan:
+    """At most one of the ``metrics`` cuts. ``index_path``: where the samples' metrics are. ``seed``: of drawing."""
+
+    metrics: tuple[CurriculumMetric, ...]
+    index_path: str | None = None
+    seed: int = 1234
+
+    @property
+    def cutting(self) -> CurriculumMetric | None:
+        return next((metric for metric in self.metrics if metric.use != "sample"), None)
+
+    @property
+    def sampled(self) -> tuple[CurriculumMetric, ...]:
+        return tuple(metric for metric in self.metrics if metric.use == "sample")
+
+
+@dataclass(frozen=True)
 class Resolved:
     """One resolved value and why it has it. ``path`` is the JSON path, ``reason`` one plain sentence or ''."""
 
@@ -146,6 +197,7 @@ class Plan:
     optimizer: OptimizerPlan | None
     schedule: SchedulePlan | None
     seed: int
+    curriculum: CurriculumPlan | None = None
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None

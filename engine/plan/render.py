@@ -62,6 +62,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "schedule", _schedule(plan, origins)
     clipping = f"global norm {_show(plan.gradient_clipping)}" if plan.gradient_clipping else "off"
     yield "clipping", clipping + _mark(origins, "gradient_clipping")
+    yield from _curriculum(plan)
     yield "run", _run(plan, origins)
     yield "monitors", ", ".join(name for name in MONITORS if getattr(plan.config, name).enabled) or "none"
     yield from _memory(plan)
@@ -155,6 +156,22 @@ def _schedule(plan: Plan, origins: Mapping[str, Origin]) -> str:
               for key, value in schedule.params.items()}  # fmt: skip
     text = _params(params, origins, "scheduler.params.")
     return f"{schedule.type}{': ' if text else ''}{text}"
+
+
+def _curriculum(plan: Plan) -> Iterator[tuple[str, str]]:
+    uses = {
+        "truncate": "sequences are cut to {} tokens",
+        "reshape": "sequences are split into pieces of {} tokens",
+        "sample": "samples are drawn up to {}",
+    }
+    label = "curriculum"
+    for metric in plan.curriculum.metrics if plan.curriculum is not None else ():
+        schedule = metric.schedule
+        growth = f"{schedule.minimum:g} to {schedule.maximum:g}{' percentiles' if metric.percentile else ''}"
+        last = schedule.last_steps[-1] + 1 if schedule.last_steps else schedule.total_steps
+        pace = "custom" if schedule.type == "custom" else f"{schedule.type}, the maximum from step {last} on"
+        yield label, f"{metric.name}: {uses[metric.use].format(growth)} ({pace})"
+        label = ""
 
 
 def _run(plan: Plan, origins: Mapping[str, Origin]) -> str:

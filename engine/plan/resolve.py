@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.messages import ConfigError, Problem
 from engine.plan.batch import resolve_batch
+from engine.plan.curriculum import resolve_curriculum
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
@@ -73,6 +74,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     clipping = resolve_clipping(config, findings)
     optimizer = resolve_optimizer(config, findings)
     schedule = resolve_schedule(config, optimizer, findings)
+    curriculum = resolve_curriculum(config, findings)
     check_autos(config, findings)
     seed = findings.resolved("seed", config.seed)
     note_ineffective(config, findings)
@@ -91,6 +93,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
         optimizer=optimizer,
         schedule=schedule,
         seed=seed,
+        curriculum=curriculum,
         values=tuple(findings.values),
         notes=(*config.notes, *findings.notes),
         facts=facts,

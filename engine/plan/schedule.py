@@ -100,6 +100,8 @@ def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config
         path = f"{PARAMS}.{key}"
         if key in params or findings.is_auto(path):
             continue
+        if key == "total_num_steps" and params.get("total_num_tokens") is not None:
+            continue  # the decay is measured in tokens
         if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "derived")
         else:

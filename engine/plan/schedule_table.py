@@ -37,11 +37,13 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
         "WarmupDecayLR": ScheduleSpec(
             ("total_num_steps",),
             {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, **_WARMUP},
+            ("total_num_tokens",),
             lengths=("total_num_steps",),
         ),
         "WarmupCosineLR": ScheduleSpec(
             ("total_num_steps",),
             {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, **_WARMUP},
+            ("total_num_tokens",),
             lengths=("total_num_steps",),
         ),
         "LRRangeTest": ScheduleSpec(
@@ -51,6 +53,7 @@ OURS: Mapping[str, ScheduleSpec] = MappingProxyType(
                 "lr_range_test_step_size": 2000,
                 "lr_range_test_step_rate": 1.0,
                 "lr_range_test_staircase": False,
+                "lr_range_test_growth": "linear",
             },
         ),
         "OneCycle": ScheduleSpec(

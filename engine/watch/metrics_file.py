@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class MetricsFile(Watcher):
-    """Keys: step, loss, lr, grad_norm, loss_scale, tokens_per_second, samples, tokens, skipped, seconds.
+    """Keys: step, loss, lr, grad_norm, loss_scale, tokens_per_second, samples, tokens, tokens_computed, layers_skipped,
+    skipped_steps, skipped, seconds; difficulty_NAME for each metric of a curriculum.
 
-    `skipped` is true when this step's gradient was not finite and nothing was updated. `samples` and `tokens` are
-    totals of the run, `seconds` is the duration of this step. A value that is not finite is written as null. Each
-    line is flushed.
+    `skipped` is true when this step's gradient was not finite and nothing was updated. From `samples` to
+    `skipped_steps` they are totals of the run, `seconds` is the duration of this step. A value that is not finite is
+    written as null. Each line is flushed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,8 +44,12 @@ class MetricsFile(Watcher):
             "tokens_per_second": tokens_per_second,
             "samples": report.samples,
             "tokens": report.tokens_seen,
+            "tokens_computed": report.tokens_computed,
+            "layers_skipped": report.layers_skipped,
+            "skipped_steps": report.skipped_steps,
             "skipped": not report.applied,
             "seconds": seconds,
+            **{f"difficulty_{name}": finite_or_none(value) for name, value in report.difficulties.items()},
         }
         if self._file is None:
             self._file = self._open(report.step)

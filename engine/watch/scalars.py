@@ -50,7 +50,11 @@ def step_scalars(report: StepReport, tokens_per_second: float, fp16: bool) -> li
         ("Train/Samples/train_loss", report.loss),
         ("Train/grad_norm", report.grad_norm),
         ("Train/tokens_per_second", tokens_per_second),
+        ("Train/tokens", report.tokens_seen),
+        *((f"Train/difficulty/{name}", value) for name, value in report.difficulties.items()),
     ]
+    if report.tokens_computed != report.tokens_seen:
+        scalars += [("Train/tokens_computed", report.tokens_computed), ("Train/layers_skipped", report.layers_skipped)]
     if fp16:
         scalars.append(("Train/Samples/loss_scale", report.loss_scale))
     return [(name, value, report.samples) for name, value in scalars if value is not None]

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counters:
-    """How far the run is, steps before a resume included."""
+    """How far the run is, steps before a resume included; what the last four mean, `StepReport` says."""
 
     steps: int
     skipped_steps: int
     samples: int
     tokens: int
+    tokens_computed: int
+    layers_skipped: int
 
 
 class Summary(Watcher):

@@ -46,13 +46,15 @@ OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
     name: (*arguments.split(), "last_batch_iteration")
     for name, arguments in {
-        "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+        "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+        "lr_range_test_growth",
         "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
         "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-        "decay_mom_rate",
+        "decay_mom_rate compat",
         "WarmupLR": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
-        "WarmupDecayLR": "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
-        "WarmupCosineLR": "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type",
+        "WarmupDecayLR": "total_num_steps total_num_tokens warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
+        "WarmupCosineLR": "total_num_steps total_num_tokens warmup_min_ratio warmup_num_steps cos_min_ratio "
+        "warmup_type",
     }.items()
 }
 
@@ -111,6 +113,7 @@ INTEGERS = frozenset(
     [
         "warmup_num_steps",
         "total_num_steps",
+        "total_num_tokens",
         "last_batch_iteration",
         "freeze_step",
         "var_freeze_step",
@@ -149,7 +152,9 @@ BOOLEANS = frozenset(
     ]
 )
 PAIRS = frozenset({"betas", "etas", "step_sizes"})
-NOT_NEGATIVE = frozenset({"lr", "weight_decay", "warmup_num_steps", "total_num_steps", "freeze_step"})
+NOT_NEGATIVE = frozenset(
+    {"lr", "weight_decay", "warmup_num_steps", "total_num_steps", "total_num_tokens", "freeze_step"}
+)
 
 
 def argument_type(key: str) -> Any:

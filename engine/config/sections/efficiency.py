@@ -1,6 +1,7 @@
 """``curriculum_learning``, ``data_efficiency``, ``progressive_layer_drop``."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -8,6 +9,8 @@ from pydantic import Field
 from engine.config.sections.base import Fault, Section, when
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+SEQUENCE_METRICS = ("seqlen", "seqlen_truncate", "seqlen_reshape")
+"""Difficulties that are sequence lengths, to which the batch is cut."""
 _REQUIRED = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -35,6 +38,7 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
     low, high = section.min_difficulty, section.max_difficulty
     if low is not None and high is not None and low > high:
         yield Fault("min_difficulty", f"{low} is above max_difficulty {high}", f"at most {high}")
+        return
     config = section.schedule_config or CurriculumScheduleSection()
     for key in _REQUIRED.get(section.schedule_type or "", ()):
         if getattr(config, key) is None:
@@ -47,6 +51,46 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
                 f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
                 f"{wanted}: one less than difficulty",
             )
+    if section.compat is None and low is not None and high is not None:
+        yield from _unreachable(section.schedule_type, config, low, high)
+
+
+def _unreachable(
+    schedule_type: str | None, config: CurriculumScheduleSection, low: float, high: float
+) -> Iterator[Fault]:
+    """Difficulties that the schedule can never have, or may not: DeepSpeed takes them and does something else."""
+    deepspeed = '"compat": "deepspeed" does what DeepSpeed does'
+    size = config.difficulty_step
+    if schedule_type in ("fixed_linear", "fixed_root") and size is not None:
+        for key, value in (("min_difficulty", low), ("max_difficulty", high)):
+            if value % size:
+                below = value // size * size
+                fits = f"{below:g} or {below + size:g}" if below else f"{size}"
+                yield Fault(
+                    "schedule_config.difficulty_step",
+                    f"{size} does not divide {key} {value}: {value} = {value // size:g} x {size} + {value % size:g}",
+                    f"a divisor of {value}",
+                    f"set {key} to {fits}, or difficulty_step to a divisor; {deepspeed}",
+                )
+    if schedule_type == "fixed_discrete":
+        for index, value in enumerate(config.difficulty or ()):
+            if not low <= value <= high:
+                yield Fault(
+                    f"schedule_config.difficulty[{index}]",
+                    f"{value} lies outside min_difficulty {low} to max_difficulty {high}",
+                    f"{low} to {high}",
+                    deepspeed,
+                )
+        if config.difficulty and max(config.difficulty) < high:
+            yield Fault(
+                "max_difficulty",
+                f"{high} is never reached: the largest of schedule_config.difficulty is {max(config.difficulty)}",
+                f"{max(config.difficulty)}",
+                deepspeed,
+            )
+        steps = config.max_step or []
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            yield Fault("schedule_config.max_step", f"{steps} does not ascend", "steps in ascending order")
 
 
 _PRESENT: dict[str, Any] = {"not": {"type": "null"}}
@@ -81,24 +125,36 @@ class CurriculumLearningSection(Section):
     shorthand: ClassVar[str] = "enabled"
 
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        when("enabled", True, properties={"curriculum_type": {"const": "seqlen"}}, allOf=list(_SCHEDULE_RULES)),
+        when(
+            "enabled",
+            True,
+            properties={"curriculum_type": {"enum": list(SEQUENCE_METRICS)}},
+            allOf=list(_SCHEDULE_RULES),
+        ),
     )
 
     enabled: bool = Field(False, description="Use the curriculum.")
-    curriculum_type: str = Field("seqlen", description='"seqlen": sequences are cut to the difficulty.')
+    curriculum_type: str = Field(
+        "seqlen",
+        description='"seqlen" or "seqlen_truncate": only the first tokens of each sequence are used; "seqlen_reshape": '
+        "each sequence becomes several shorter ones, and no token is lost.",
+    )
     min_difficulty: int | None = Field(None, ge=1, description="Difficulty at the start.")
     max_difficulty: int | None = Field(None, ge=1, description="Difficulty at the end.")
     schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
     schedule_config: CurriculumScheduleSection | None = Field(None, description="Arguments of the schedule.")
+    compat: Literal["deepspeed"] | None = Field(
+        None, description='"deepspeed": difficulties as DeepSpeed computes them, which may miss both ends.'
+    )
 
     def faults(self) -> Iterator[Fault]:
         if not self.enabled:
             return
-        if self.curriculum_type != "seqlen":
+        if self.curriculum_type not in SEQUENCE_METRICS:
             yield Fault(
                 "curriculum_type",
                 f'"{self.curriculum_type}" has no effect in DeepSpeed',
-                '"seqlen"',
+                " or ".join(f'"{name}"' for name in SEQUENCE_METRICS),
                 "other metrics belong in data_efficiency.data_sampling.curriculum_learning",
             )
         yield from _schedule_faults(self)
@@ -109,8 +165,17 @@ class CurriculumMetricSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
 
-    index_to_sample_path: str | None = Field(None, description="File from difficulty to samples.")
-    index_to_metric_path: str | None = Field(None, description="File of the difficulties that occur.")
+    function: str | None = Field(
+        None,
+        description='What `ptrain analyze` measures: "file.py:function" or "package.module:function", from a batch of '
+        'samples to one integer each; null: a built-in metric of the name ("seqlen", "vocabularyrarity").',
+    )
+    index_to_sample_path: str | None = Field(
+        None, description="index_to_sample.npy of this metric; null: under data_cluster_path."
+    )
+    index_to_metric_path: str | None = Field(
+        None, description="index_to_metric.npy of this metric; null: under data_cluster_path."
+    )
     difficulty_type: Literal["value", "percentile"] = Field("value", description="What the difficulty counts.")
     clustering_type: Literal["schedule_based", "single_cluster"] = Field(
         "schedule_based", description="How samples are grouped."
@@ -119,6 +184,9 @@ class CurriculumMetricSection(Section):
     max_difficulty: int | float | None = Field(None, description="Difficulty at the end.")
     schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
     schedule_config: CurriculumScheduleSection | None = Field(None, description="Arguments of the schedule.")
+    compat: Literal["deepspeed"] | None = Field(
+        None, description='"deepspeed": difficulties as DeepSpeed computes them, which may miss both ends.'
+    )
 
 
 class SamplingCurriculumSection(Section):
@@ -140,7 +208,7 @@ class SamplingCurriculumSection(Section):
     )
 
     enabled: bool = Field(False, description="Use the curriculum.")
-    data_cluster_path: str | None = Field(None, description="Folder for the clusters of samples.")
+    data_cluster_path: str | None = Field(None, description="Folder of the index that `ptrain analyze` writes.")
     curriculum_metrics: dict[str, CurriculumMetricSection] = Field({}, description="One object per metric.")
 
     def faults(self) -> Iterator[Fault]:
