@@ -21,7 +21,8 @@ from engine.cli.options import (
     real_world,
     terminal_columns,
 )
-from engine.cli.resolved import data_path, resolved_config
+from engine.cli.prepare import check_can_train, config_base, model_and_data
+from engine.cli.resolved import resolved_config
 from engine.contracts import EngineError, RunFailed
 from engine.launch import RankEnvironment, StopRequest
 from engine.launch.threads import thread_environment
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         imagined = imagined_world(config, size, "--nproc" if arguments.nproc else "one process")
         print(plan(config, imagined).render(terminal_columns()))
         return 0
-    _check_can_train(config)
+    check_can_train(config)
     os.environ.update(thread_environment(arguments.nproc or environment.local_world_size))
     output = arguments.output or Path("output") / Path(arguments.config).stem
     options = RunOptions(config, output, arguments.resume, arguments.override_batch)
@@ -72,7 +73,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema (--help).")
+    parser = Parser(
+        "ptrain",
+        "Train a model as a config says. Other commands (--help): ptrain plan, validate, schema, "
+        "analyze, lr-range, plot-schedule.",
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"
@@ -89,15 +94,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     add_config_options(parser)
     return parser.parse_args(argv)
-
-
-def _check_can_train(config: Config) -> None:
-    """What `initialize()` from Python does not need and a run from the command line does."""
-    where = config.source or "the config"
-    if config.model is None or config.model.target is None:
-        raise EngineError(f'{where}: model.target is missing; it says what to build, e.g. "model.py:GPT"')
-    if config.training.steps is None and config.training.num_epochs is None:
-        raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
 
 
 def check_output(output: Path) -> None:
@@ -131,30 +127,14 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 
 
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
-    import torch
-
     from engine.cli.failures import explain
     from engine.cli.finish import finish
-    from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
-    from engine.data.sources import open_text
     from engine.entry import initialize
     from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
-    base = Path(config.source).resolve().parent if config.source else Path.cwd()
-    assert config.model is not None
-    target = load_target(str(config.model.target), base)
-    arguments = bind_arguments(target, config.model.args)
-    corpus = open_text(
-        data_path(config.data.path, base),
-        config.data.sequence_length,
-        config.data.validation_fraction,
-        vocabulary_size(config, arguments),
-    )
-    # Every rank builds the same model.
-    torch.manual_seed(config.seed)
-    model = build_model(target, config.model.args)
+    model, corpus = model_and_data(config)
     model_engine, *_ = initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
     summary.on_start(model_engine.plan)
@@ -162,7 +142,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     try:
         resume(model_engine, options, say=first)
         if first:
-            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
+            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, config_base(config)))
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
         model_engine.watchers.close()
@@ -219,11 +199,3 @@ def named_checkpoint(path: Path) -> tuple[Path, str | None]:
 
 def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
-
-
-def vocabulary_size(config: Config, arguments: dict[str, Any]) -> int | None:
-    """The vocabulary that token ids are checked against: the model's argument of that name, else the config's."""
-    for name in ("vocabulary_size", "vocab_size"):
-        if isinstance(arguments.get(name), int):
-            return int(arguments[name])
-    return config.vocabulary_size

@@ -95,6 +95,7 @@ def test_scalar_names_and_x_axis() -> None:
         ("Train/Samples/train_loss", 2.5, 48),
         ("Train/grad_norm", 0.5, 48),
         ("Train/tokens_per_second", 100.0, 48),
+        ("Train/tokens", 1536, 48),
     ]
     scaled = step_scalars(report(2, loss_scale=1024.0, loss=None), 100.0, fp16=True)
     assert ("Train/Samples/loss_scale", 1024.0, 48) in scaled
@@ -102,6 +103,15 @@ def test_scalar_names_and_x_axis() -> None:
     assert evaluation_scalars(report(2), {"eval_loss": 3.0, "a/b": 1.0}) == [
         ("Train/Samples/eval_loss", 3.0, 48),
         ("a/b", 1.0, 48),
+    ]
+
+
+def test_what_a_curriculum_and_dropping_do_is_told() -> None:
+    told = step_scalars(report(2, difficulties={"seqlen": 16.0}, tokens_computed=1000, layers_skipped=3), 1.0, False)
+    assert told[-3:] == [
+        ("Train/difficulty/seqlen", 16.0, 48),
+        ("Train/tokens_computed", 1000, 48),
+        ("Train/layers_skipped", 3, 48),
     ]
 
 
@@ -123,6 +133,7 @@ def test_csv_writes_the_header_once(tmp_path: Path) -> None:
         "Train_Samples_train_loss.csv",
         "Train_grad_norm.csv",
         "Train_tokens_per_second.csv",
+        "Train_tokens.csv",
     }
 
 
@@ -140,6 +151,9 @@ def test_metrics_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "tokens_per_second": 1536.0,
         "samples": 24,
         "tokens": 768,
+        "tokens_computed": 768,
+        "layers_skipped": 0,
+        "skipped_steps": 0,
         "skipped": False,
         "seconds": 0.5,
     }
@@ -248,7 +262,7 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
         summary.on_step(report(step))
     summary.on_evaluation(report(2), {"eval_loss": 2.75})
     built = summary.build(
-        counters=Counters(steps=2, skipped_steps=1, samples=48, tokens=1536),
+        counters=Counters(steps=2, skipped_steps=1, samples=48, tokens=1536, tokens_computed=1000, layers_skipped=7),
         train_loss=2.5,
         bigram_entropy=2.9,
         world_size=2,
@@ -266,6 +280,8 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
         "skipped_steps": 1,
         "samples": 48,
         "tokens": 1536,
+        "tokens_computed": 1000,
+        "layers_skipped": 7,
         "tokens_per_second": 1536.0,
         "peak_memory_bytes_per_rank": [10, 20],
         "world_size": 2,
