@@ -48,7 +48,7 @@ class MetricIndex:
             self.sample_to_metric: NDArray[np.int64] = np.load(folder / SAMPLE_TO_METRIC, mmap_mode="r")
             self.index_to_metric: NDArray[np.int64] = np.load(folder / INDEX_TO_METRIC, mmap_mode="r")
             self.index_to_sample: NDArray[np.int64] = np.load(folder / INDEX_TO_SAMPLE, mmap_mode="r")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise EngineError(
                 f"curriculum: the index of {name} in {folder} cannot be read: {error}; {REPAIR}"
             ) from error

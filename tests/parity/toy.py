@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ def reference_run(
     loss_scale: float = 1.0,
     model: nn.Module | None = None,
     frozen: tuple[str, ...] = (),
+    shown: Callable[[dict[str, Tensor], int], dict[str, Tensor]] = lambda batch, step: batch,
 ) -> Result:
     """One process. Each global batch is cut into ``num_parts`` micro-batches, whose gradients are averaged in fp32.
+
+    ``shown(micro_batch, step)``: what the model sees of a micro-batch in a step, which counts from 0.
 
     16-bit: the forward uses a cast copy of fp32 masters, gradients are cast to fp32 before they are added up.
     """
@@ -93,7 +97,7 @@ def reference_run(
         losses = []
         total = {name: torch.zeros_like(m) for name, m in masters.items()}
         for index in range(num_parts):
-            loss = model(**part(toy_batch(step), index, num_parts))
+            loss = model(**shown(part(toy_batch(step), index, num_parts), step))
             (loss * loss_scale / num_parts).backward()
             losses.append(loss.item())
             for name, p in trained.items():
