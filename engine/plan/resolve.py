@@ -56,7 +56,8 @@ def all_problems(findings: Findings) -> list[Problem]:
         file, line, column = findings.config.locate(first)
         message = f'needs a value here in place of "auto": {", ".join(findings.needs_values)}'
         repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
-        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair))
+        options = ("a value of its own",)
+        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair, options))
     return problems
 
 

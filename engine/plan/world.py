@@ -50,6 +50,7 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
             MICS,
             f"{size} does not divide the {plural(dp, 'data-parallel rank')} of "
             f"{describe_world(world)}{_remainder(dp, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(dp))),
             repair="choose one of the divisors or change the number of ranks",
@@ -79,6 +80,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.problem(
             HPZ,
             f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over{_remainder(shard, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(shard))),
             repair="choose one of the divisors or change the number of ranks",
