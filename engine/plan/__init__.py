@@ -20,7 +20,8 @@ from engine.plan.plan import (
 )
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
-from engine.plan.verdict import Verdict, verdict
+from engine.plan.verdict import Verdict, validate, verdict
+from engine.plan.world import imagined_world
 
 __all__ = [
     "BatchPlan",
@@ -37,8 +38,10 @@ __all__ = [
     "World",
     "ZeroPlan",
     "estimate_memory",
+    "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "validate",
     "verdict",
 ]

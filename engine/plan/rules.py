@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
 from engine.config.auto import needs_values
 from engine.plan.facts import ModelFacts
 from engine.plan.ineffective import value_at
@@ -61,7 +59,7 @@ def check_not_built(config: Config, findings: Findings) -> None:
         findings.problem(
             path,
             "is valid, but not built here",
-            found=found.model_dump(mode="json") if isinstance(found, BaseModel) else found,
+            found=found.model_dump(mode="json") if hasattr(found, "model_dump") else found,
             repair="switch it off",
             code="not-built",
             options=("leave it out",),

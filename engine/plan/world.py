@@ -20,6 +20,12 @@ def describe_world(world: World) -> str:
     return f"world size {world.size} ({world.how})" if world.how else f"world size {world.size}"
 
 
+def imagined_world(config: Config, size: int, how: str) -> World:
+    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
+    device = "cpu" if config.device == "auto" else config.device
+    return World(size=size, local_size=size, device=device, device_count=0, how=how)
+
+
 def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees:
     """Stage 0 replicates over all ranks, stages 1 to 3 shard over all; MiCS shards in groups of ranks."""
     stage = config.zero_optimization.stage
