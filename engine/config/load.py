@@ -21,6 +21,8 @@ from engine.config.walk import Walk
 
 _BEGINNINGS = frozenset('{["-0123456789tfn')
 
+READ_AS_INTEGERS = "numbers written with a point or an exponent are read as integers"
+
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -299,5 +301,5 @@ def _integer_note(walk: Walk) -> list[Note]:
         return []
     parts = ", ".join(f"{join_path(walk.places.written(path))} = {int(value)}" for path, value in walk.integers)
     first = walk.integers[0][0]
-    message = f"numbers written with a point or an exponent are read as integers: {parts}"
+    message = f"{READ_AS_INTEGERS}: {parts}"
     return [Note(join_path(walk.places.written(first)), message, walk.places.of_value(first)[1])]

@@ -5,6 +5,7 @@
 """
 
 from engine.plan.estimates import MemoryEstimate, estimate_memory
+from engine.plan.explain import Explained, Explanation, explain
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import (
     BatchPlan,
@@ -26,6 +27,8 @@ from engine.plan.world import imagined_world
 __all__ = [
     "BatchPlan",
     "Degrees",
+    "Explained",
+    "Explanation",
     "LossScalePlan",
     "MemoryEstimate",
     "ModelFacts",
@@ -38,6 +41,7 @@ __all__ = [
     "World",
     "ZeroPlan",
     "estimate_memory",
+    "explain",
     "imagined_world",
     "plan",
     "render_plan",

@@ -63,6 +63,12 @@ def all_problems(findings: Findings) -> list[Problem]:
 
 def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
     """The plan, or None where a problem prevents one, and all that was found on the way."""
+    result, findings = sketch(config, world, facts)
+    return (None if findings.problems or findings.needs_values else result), findings
+
+
+def sketch(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
+    """The plan as far as it goes: None only without a batch. With problems it is for explanations, not for a run."""
     findings = Findings(config)
     check_device(config, world, findings)
     check_local_ranks(world, findings)
@@ -79,7 +85,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     note_ineffective(config, findings)
     note_vocabulary(config, findings)
     note_facts(config, degrees, facts, findings)
-    if findings.problems or findings.needs_values or batch is None:
+    if batch is None:
         return None, findings
     result = Plan(
         config=config,

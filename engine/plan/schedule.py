@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.config.suggest import nearest
+from engine.plan.findings import plural
 from engine.plan.plan import OptimizerPlan, SchedulePlan
 from engine.plan.schedule_table import OURS, TORCH, UNUSABLE, ScheduleSpec
 
@@ -133,13 +134,19 @@ def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> No
 def _check_length(name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings) -> None:
     """Lengths that do not fit together are rarely meant."""
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    steps = config.training.steps
     if warmup is not None and total is not None and warmup > total:
         findings.note(
             f"{PARAMS}.warmup_num_steps",
             f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to "
             "its end in one step when the warm-up is over",
         )
-    steps = config.training.steps
+    elif steps is not None and isinstance(warmup, int) and warmup >= steps:
+        reached = "is over only when training ends" if warmup == steps else "is never over"
+        findings.note(
+            f"{PARAMS}.warmup_num_steps",
+            f"the warm-up of {warmup} steps {reached}: training takes {plural(steps, 'step')}",
+        )
     for key in spec.lengths:
         length = params.get(key)
         if steps is None or not isinstance(length, int) or length >= steps:
