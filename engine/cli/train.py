@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.options import (
     Parser,
     add_config_options,
-    imagined_world,
     positive,
     read_config,
     real_world,
@@ -48,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     environment = RankEnvironment.read()
     config = read_config(arguments.config, arguments.overrides, arguments.lenient)
-    from engine.plan import plan
+    from engine.plan import imagined_world, plan
 
     if arguments.dry_run:
         size = arguments.nproc or environment.world_size

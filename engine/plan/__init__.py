@@ -5,6 +5,7 @@
 """
 
 from engine.plan.estimates import MemoryEstimate, estimate_memory
+from engine.plan.explain import Explained, Explanation, explain
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import (
     BatchPlan,
@@ -20,11 +21,14 @@ from engine.plan.plan import (
 )
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
-from engine.plan.verdict import Verdict, verdict
+from engine.plan.verdict import Verdict, validate, verdict
+from engine.plan.world import imagined_world
 
 __all__ = [
     "BatchPlan",
     "Degrees",
+    "Explained",
+    "Explanation",
     "LossScalePlan",
     "MemoryEstimate",
     "ModelFacts",
@@ -37,8 +41,11 @@ __all__ = [
     "World",
     "ZeroPlan",
     "estimate_memory",
+    "explain",
+    "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "validate",
     "verdict",
 ]
