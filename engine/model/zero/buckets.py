@@ -14,6 +14,7 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
+from engine.model.zero.arrivals import running_scale
 from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo
 from engine.torch_compat import foreach_add_, foreach_copy_
@@ -72,6 +74,11 @@ class Bucket:
     launched: bool = False
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
+
+    @functools.cached_property
+    def name(self) -> str:
+        first, last = self.members[0].info.name, self.members[-1].info.name
+        return first if first == last else f"{last} to {first}"
 
     @property
     def own(self) -> slice:
@@ -136,6 +143,7 @@ class BucketReduction:
         self._overlaps = True
         self._has_deferred = False
         self._num_rounds = 0
+        self._scales: set[float | None] = set()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -152,6 +160,7 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            self._scales.add(running_scale())
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -282,9 +291,9 @@ class BucketReduction:
             collected.div_(self._predivide_factor)
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            pending = self.shard_group.reduce_scatter(wire, bucket.bounds)
+            pending = self.shard_group.reduce_scatter(wire, bucket.bounds, f"reducing gradients of {bucket.name}")
         else:
-            pending = self.replicate_group.all_reduce(wire)
+            pending = self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
         self._in_flight.append((bucket, collected, wire, pending))
 
     def _complete(self) -> None:
@@ -327,6 +336,20 @@ class BucketReduction:
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
 
+    def scales(self) -> set[float | None]:
+        return self._scales
+
+    @torch.no_grad()
+    def adopt_gradients(self, indices: set[int]) -> None:
+        for bucket in self.buckets:
+            for member in bucket.members:
+                member.in_window |= member.info.index in indices
+            for shard, offset in bucket.shards:
+                if shard.info.index in indices and bucket.result is not None and shard.parameter.grad is not None:
+                    held = bucket.result[offset : offset + shard.parameter.numel()]
+                    if held.data_ptr() != shard.parameter.grad.data_ptr():
+                        held.copy_(shard.parameter.grad.view(-1))
+
     def drop_gradients(self, indices: set[int]) -> None:
         for shard in self.shards:
             if shard.info.index in indices:
@@ -338,7 +361,8 @@ class BucketReduction:
         for bucket in self.buckets:
             if bucket.master.data_ptr() != bucket.values[bucket.own].data_ptr():
                 bucket.values[bucket.own].copy_(bucket.master)
-            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds))
+            what = f"gathering the updated {bucket.name}"
+            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds, what))
         for gather in pending:
             gather.wait()
         # parameters alias the buckets through .data, so autograd must be told that they changed
@@ -353,6 +377,7 @@ class BucketReduction:
     def zero_gradients(self) -> None:
         self._reducing = self._has_deferred = False
         self._num_rounds = 0
+        self._scales.clear()
         while self._in_flight:
             self._complete()
         for bucket in self.buckets:
