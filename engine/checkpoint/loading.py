@@ -204,7 +204,7 @@ def _agree(
     if absent or extra:
         told = [f"not in the checkpoint: {listing(absent)}"] if absent else []
         told += [f"in the checkpoint and not asked for: {listing(extra)}"] if extra else []
-        raise CheckpointError(f"{'; '.join(told)}. Load with strict off to restore the rest.")
+        raise CheckpointError(f"{'; '.join(told)}. Load with load_module_strict=False to restore the rest.")
     needed = {name for rank in wanted for name in rank.files}
     files = sorted(needed, key=lambda name: (-manifest.files[name].size_bytes, name))
     converted = {name: change for rank in wanted for name, change in sorted(rank.converted.items())}

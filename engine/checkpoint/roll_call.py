@@ -6,11 +6,15 @@ job's store instead, which one rank can ask alone and which answers within a lim
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from engine.contracts import EngineError
+
+_GRACE_SECONDS = 0.5
+"""How long a rank that gives up can still be seen by those that give up at the same time."""
 
 
 class RollCall:
@@ -36,11 +40,13 @@ class RollCall:
         everybody = [self._key(what, rank) for rank in range(self._world_size)]
         try:
             self._store.wait(everybody, timedelta(seconds=self._timeout_seconds))
-        except DistError:
+        except RuntimeError:  # whatever the kind of store says after the time
             came = [rank for rank in range(self._world_size) if self._store.check([everybody[rank]])]
-            self._store.delete_key(everybody[self._rank])
             if len(came) < self._world_size:
-                raise EngineError(self._absent(what, came, others)) from None
+                message = self._absent(what, came, others)
+                time.sleep(_GRACE_SECONDS)
+                self._store.delete_key(everybody[self._rank])
+                raise EngineError(message) from None
         self._num_calls += 1
         if self._num_calls > 1:
             self._store.delete_key(self._key(what, self._rank, self._num_calls - 2))

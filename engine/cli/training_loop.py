@@ -29,7 +29,8 @@ class TrainingLoop:
         self.num_steps = training.steps or steps_of_epochs(training.num_epochs, corpus.train, model_engine)
         self.eval_interval, self.save_interval = training.eval_interval, training.save_interval
         self.eval_batches = training.eval_batches
-        self.keeps_best = model_engine.plan.config.checkpoint.keep_best is not None
+        settings = model_engine.plan.config.checkpoint
+        self.keeps_best, self.in_background = settings.keep_best is not None, getattr(settings, "async")
         self.failed_save: CheckpointError | None = None
         """What the last save failed with, if it did."""
         self.is_first = model_engine.mesh.rank == 0
@@ -83,7 +84,7 @@ class TrainingLoop:
                 self.engine.wait_for_checkpoint()
         except CheckpointError as error:
             self.failed_save = error
-            if self.is_first:
+            if self.is_first and not self.in_background:  # there it is told when it happens
                 log.error("step %d: the checkpoint is not saved, training goes on: %s", step, error)
 
     def check_saved(self) -> None:
