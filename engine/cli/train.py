@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,10 +168,13 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+            loop.check_saved()
             report = model_engine.last_report
             if report is not None and report.loss is not None and not math.isfinite(report.loss):
                 raise RunFailed(f"the run ended with a loss of {report.loss}: it diverged; lower the learning rate")
     except EngineError:
+        with suppress(EngineError):  # raised on all ranks alike: a save in the background can still be finished
+            model_engine.wait_for_checkpoint()
         raise
     except Exception as error:
         if (failure := explain(error, step=model_engine.global_steps + 1)) is None:
