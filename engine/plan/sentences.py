@@ -158,10 +158,7 @@ def _buckets(plan: Plan, value: Any) -> str:
 
 
 def _groups(plan: Plan, value: Any) -> str:
-    return (
-        f"Consecutive blocks are gathered together until {plan.zero.group_elements:,} elements are; "
-        "the next group is fetched while one computes."
-    )
+    return f"Consecutive blocks are gathered together, in groups of at least {plan.zero.group_elements:,} elements."
 
 
 def _mics(plan: Plan, value: Any) -> str | None:
