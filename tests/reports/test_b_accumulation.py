@@ -1,4 +1,4 @@
-"""Accumulation windows: who closes them, what they weigh, and batch arithmetic that says where its numbers come from."""
+"""Accumulation windows: who closes them, what they weigh, and where the numbers of the batch arithmetic come from."""
 
 from __future__ import annotations
 
