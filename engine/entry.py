@@ -134,7 +134,10 @@ def _config_source(
     present = {name: value for name, value in given.items() if value is not None}
     if len(present) != 1:
         found = f"{' and '.join(present)} were given" if present else "none was given"
-        raise ConfigError([Problem("config", f"initialize() takes one config; {found}", allowed=", ".join(given))])
+        message, repair = f"initialize() takes one config; {found}", "pass config= alone"
+        raise ConfigError(
+            [Problem("config", message, "source", found=list(present), allowed=", ".join(given), repair=repair)]
+        )
     return next(iter(present.values()))
 
 

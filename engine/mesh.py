@@ -75,6 +75,11 @@ class Mesh:
             return dist.group.WORLD if self.world_size > 1 else None
         return self.device_mesh(axis).get_group() if self.degrees[axis] > 1 else None
 
+    def background_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
+        call it; None where this rank is alone."""
+        return dist.new_group(backend="gloo") if self.world_size > 1 else None
+
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     """Row-major coordinates of a rank."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
@@ -35,6 +36,14 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     The mark that torch.amp.GradScaler looks for on fused optimizers; goes when torch documents one.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def default_store() -> dist.Store | None:
+    """The store at which the ranks of the default process group met; None without a group or with one that has none.
+
+    Goes when torch gives public access to it.
+    """
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def tree_leaves(tree: Any) -> list[Any]:

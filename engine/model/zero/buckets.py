@@ -18,6 +18,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +46,8 @@ class Member:
     """In the round that runs now."""
     in_window: bool = False
 
-    @property
-    def stop(self) -> int:
-        return self.offset + self.info.numel
+    def __post_init__(self) -> None:
+        self.stop = self.offset + self.info.numel
 
     def view(self, buffer: Tensor) -> Tensor:
         return buffer[self.offset : self.stop].view(self.info.shape)
@@ -83,6 +83,34 @@ class Bucket:
     @property
     def own(self) -> slice:
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    # Hundreds of views a step are a measurable part of a small model's step; those of `home` never change.
+
+    @cached_property
+    def home_members(self) -> dict[int, Tensor]:
+        """`home` cut into members, by registry index. Where whole gradients are kept."""
+        assert self.home is not None
+        return {member.info.index: member.view(self.home) for member in self.members}
+
+    @cached_property
+    def home_shards(self) -> list[Tensor]:
+        """This rank's part of `home` cut into shards."""
+        assert self.home is not None
+        return self.cut(self.home if self.home.numel() == self.master.numel() else self.home[self.own])
+
+    def cut(self, own: Tensor) -> list[Tensor]:
+        """``own``, as large as this rank's shard of the bucket, in the shapes of the parameters' shards."""
+        return [own[at : at + s.parameter.numel()].view(s.parameter.shape) for s, at in self.shards]
+
+    def gradients(self) -> list[Tensor]:
+        """The window's reduced gradients of the shards, in master precision."""
+        assert self.result is not None
+        if self.result.dtype != self.master.dtype:
+            return self.cut(self.result.to(self.master.dtype))
+        in_home = (
+            self.home is not None and self.result.untyped_storage().data_ptr() == self.home.untyped_storage().data_ptr()
+        )
+        return self.home_shards if in_home else self.cut(self.result)
 
 
 class BucketReduction:
@@ -161,11 +189,12 @@ class BucketReduction:
             return
         if bucket.collect is None:
             bucket.collect = self._collect_buffer(bucket)
+        home = bucket.home_members if bucket.collect is bucket.home else None
         firsts: tuple[list[Tensor], list[Tensor]] = ([], [])
         further: tuple[list[Tensor], list[Tensor]] = ([], [])
         for member, gradient in bucket.arrivals:
             views, gradients = further if member.collected else firsts
-            views.append(member.view(bucket.collect))
+            views.append(home[member.info.index] if home is not None else member.view(bucket.collect))
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             member.collected = True
         bucket.arrivals.clear()
@@ -210,13 +239,8 @@ class BucketReduction:
         if self._num_rounds == 0 or self._has_deferred or waiting:
             self._finish_round()
         for bucket in self.buckets:
-            assert bucket.result is not None
-            gradients = bucket.result
-            if gradients.dtype != bucket.master.dtype:
-                gradients = gradients.to(bucket.master.dtype)
-            for shard, offset in bucket.shards:
-                master = shard.parameter
-                master.grad = gradients[offset : offset + master.numel()].view(master.shape)
+            for (shard, _), gradient in zip(bucket.shards, bucket.gradients(), strict=True):
+                shard.parameter.grad = gradient
 
     def _end_pass(self) -> None:
         """A backward without reduction is over: its gradients wait in the buckets."""
