@@ -1,6 +1,7 @@
 """What a load takes of memory: ``python -m tests.parity.loading_memory save|load STAGE FOLDER``, under torchrun.
 
-"load" prints this rank's share of the state and the most memory it held beyond its imports, both in bytes.
+"load" prints, in bytes, this rank's share of the state, and the most memory that it held while it loaded: its
+parameters, which were there, and whatever the load added.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def start(stage: int) -> engine.Engine:
     with torch.device("meta"):
         model = Stack()
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 1},
         "seed": 0,
     }
     return engine.initialize(model=model, config=config)[0]
@@ -50,9 +51,6 @@ def memory_bytes(field: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     action, stage, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
-    torch.optim.AdamW([nn.Parameter(torch.ones(2))])  # imports what the engine would
-    before = memory_bytes("VmRSS")
     model_engine = start(stage)
     if action == "save":
         model_engine.backward(model_engine(torch.ones(1, WIDTH)))
@@ -60,13 +58,15 @@ def main() -> None:
         model_engine.save_checkpoint(folder)
     else:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: building the model is not loading
+        before = memory_bytes("VmRSS")
         model_engine.load_checkpoint(folder)
-        peak = memory_bytes("VmHWM") - before
+        added = memory_bytes("VmHWM") - before
         assert model_engine.optimizer is not None
         named = model_engine.optimizer.named_state()
-        local = [shard.parameter for shard in model_engine.roles.reduction.shards]  # type: ignore[attr-defined]
-        local += [value for state in named.values() for value in state.values() if isinstance(value, Tensor)]
-        share = sum(tensor.numel() * tensor.element_size() for tensor in local)
+        shards = [shard.parameter for shard in model_engine.roles.reduction.shards]  # type: ignore[attr-defined]
+        moments = [value for state in named.values() for value in state.values() if isinstance(value, Tensor)]
+        parameters, moments_bytes = (sum(t.numel() * t.element_size() for t in each) for each in (shards, moments))
+        share, peak = parameters + moments_bytes, parameters + added
         print(f"share {share} peak {peak}", flush=True)
     model_engine.destroy()
 

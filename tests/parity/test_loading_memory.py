@@ -15,9 +15,9 @@ MODULE = "tests.parity.loading_memory"
 @pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (3, 2)), ((1, 1), (3, 2)), ((3, 2), (1, 1))])
 def test_the_peak_of_a_load(tmp_path, saved, loaded):
     """(stage, ranks) of a 400 MB model whose moments are twice that."""
-    finished = launch_script(saved[1], ["-m", MODULE, "save", str(saved[0]), str(tmp_path)], timeout=240)
+    finished = launch_script(saved[1], ["-m", MODULE, "save", str(saved[0]), str(tmp_path)], timeout=250)
     assert finished.returncode == 0, finished.stderr
-    finished = launch_script(loaded[1], ["-m", MODULE, "load", str(loaded[0]), str(tmp_path)], timeout=240)
+    finished = launch_script(loaded[1], ["-m", MODULE, "load", str(loaded[0]), str(tmp_path)], timeout=250)
     assert finished.returncode == 0, finished.stderr
     found = re.findall(r"share (\d+) peak (\d+)", finished.stdout)
     assert len(found) == loaded[1]
