@@ -102,6 +102,7 @@ def build(
         autocast=_autocast(plan, device),
         watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
+        frozen=data_parallel.frozen,
         training_dataloader=loader,
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,

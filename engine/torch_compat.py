@@ -57,3 +57,13 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """``tree`` with every tensor replaced by ``function(tensor)``."""
     return _pytree.tree_map_only(Tensor, function, tree)
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store:
+    """The key-value store through which the ranks of ``group`` (None: the default one) met.
+
+    `ProcessGroup.get_group_store` is public but undocumented; where it is missing, torch's own getter of the default
+    store is the only other way. Goes when torch documents one.
+    """
+    get = getattr(group, "get_group_store", None)
+    return get() if get is not None else dist.distributed_c10d._get_default_store()

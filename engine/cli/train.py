@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.options import (
     Parser,
     add_config_options,
-    imagined_world,
     positive,
     read_config,
     real_world,
@@ -49,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     environment = RankEnvironment.read()
     config = read_config(arguments.config, arguments.overrides, arguments.lenient)
-    from engine.plan import plan
+    from engine.plan import imagined_world, plan
 
     if arguments.dry_run:
         size = arguments.nproc or environment.world_size
@@ -73,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema (--help).")
+    parser = Parser("ptrain train", "Train a model as a config says.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"
