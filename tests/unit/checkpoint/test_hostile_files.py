@@ -32,7 +32,8 @@ NASTY: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**62, 2**63, 2**70, 10**300, 0.5, -1e308, "", "../../etc/passwd",
     "/etc/passwd", "\0", "rank_00001.safetensors", "F32", "x" * 10_000, [], [[]], [0], [-1], [2**40, 2**40], {},
     {"": {}}, {"__tensor__": "parameters.w"}, {"__tensor__": 3}, {"__float__": "x"}, {"__tuple__": 1},
-    {"__items__": [[[], 1]]}, {"__items__": [[{"__tuple__": [[1]]}, 1]]}, {"$tensor": ["float32", "x"]}, {"$tensor": 1}, {"$dict": [[1]]},
+    {"__items__": [[[], 1]]}, {"__items__": [[{"__tuple__": [[1]]}, 1]]}, {"$tensor": ["float32", "x"]},
+    {"$tensor": 1}, {"$dict": [[1]]},
     {"$float": "nan"}, {"$counter": [["a", {}]]}, "gASVHwAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjAR0cnVllIWUUpQu",
 ]  # fmt: skip
 
