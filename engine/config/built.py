@@ -6,8 +6,10 @@ by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from engine.config.sections.compression import TechniqueSection
 
 if TYPE_CHECKING:
     from engine.config.config import Config
@@ -26,15 +28,8 @@ def _offloads(section: Any) -> bool:
 
 
 def _technique(settings: Any) -> bool:
-    """Whether a compression technique is switched on, wherever its settings say so."""
-    if not isinstance(settings, Mapping):
-        return False
-    shared = settings.get("shared_parameters")
-    return settings.get("enabled") is True or (isinstance(shared, Mapping) and shared.get("enabled") is True)
-
-
-def _free_on(settings: Any) -> bool:
-    return isinstance(settings, Mapping) and settings.get("enabled") is True
+    """Whether a compression technique is switched on."""
+    return _on(settings.shared_parameters if isinstance(settings, TechniqueSection) else settings)
 
 
 def _sampling(config: Config) -> Any:
@@ -102,6 +97,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "flops_profiler.enabled": lambda config: config.flops_profiler.enabled,
     "comms_logger.enabled": lambda config: _on(config.comms_logger),
     "checkpoint.writer": lambda config: config.checkpoint.writer is not None,
-    "autotuning.enabled": lambda config: _free_on(config.autotuning),
-    "hybrid_engine.enabled": lambda config: _free_on(config.hybrid_engine),
+    "autotuning.enabled": lambda config: _on(config.autotuning),
+    "hybrid_engine.enabled": lambda config: _on(config.hybrid_engine),
 }

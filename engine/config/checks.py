@@ -120,13 +120,18 @@ def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
         for fault in section.faults():
             parts: Path = (*path, *fault.key.split("."))
             written = join_path(places.written(parts))
-            if any(_covers(name, written) or _covers(name, join_path(parts)) for name in unclear):
+            if any(_is_unclear((*path, *key.split(".")), places, unclear) for key in (fault.key, *fault.depends)):
                 continue
             file, line, column = places.of_value(parts)
             problems.append(
                 Problem(written, fault.message, "conflict", file, line, column, None, fault.allowed, fault.repair)
             )
     return problems
+
+
+def _is_unclear(path: Path, places: Places, unclear: set[str]) -> bool:
+    spellings = (join_path(places.written(path)), join_path(path))
+    return any(_covers(name, spelling) for name in unclear for spelling in spellings)
 
 
 def _covers(name: str, path: str) -> bool:
