@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.build import build
-from engine.config import Config, ConfigError, EngineError, Problem, load_config
+from engine.config import Config, ConfigError, EngineError, Problem, examine
 from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
 from engine.optim.optimizer import EngineOptimizer
-from engine.plan import World, plan
+from engine.plan import World, plan, usable
 
 log = logging.getLogger("engine")
 
@@ -65,7 +65,8 @@ def initialize(
     if mpu is not None:
         raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()
-    loaded = load_config(_config_source(args, config, config_params), auto=auto)
+    found = examine(_config_source(args, config, config_params), auto=auto)
+    loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
     resolved = plan(loaded, world)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from engine.config.messages import Note
-from engine.config.places import Path, Places, parse_path, step
+from engine.config.places import Path, Places, join_path, parse_path, step
 from engine.config.sections.base import Section, nested
 from engine.config.sections.checkpoint import CheckpointSection
 from engine.config.sections.compression import CompressionTrainingSection
@@ -227,6 +227,11 @@ class Config(Section):
         """File, line and column (from 1) of the value at a JSON path, as far as there is such a place."""
         places = self._provenance.places
         return places.of_value(places.canonical(parse_path(path)))
+
+    def spelled(self, path: str) -> str:
+        """A path as the user spelled it: ``zero_optimization.stage3_max_live_parameters``, ``bfloat16.enabled``."""
+        places = self._provenance.places
+        return join_path(places.written(places.canonical(parse_path(path))))
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its effective value, JSON-able. Reading it again gives an equal config."""

@@ -30,6 +30,7 @@ _WORD = re.compile(r"[^\s,:\[\]{}\"'#/]+")
 _PLACEHOLDER = re.compile(
     r"\{\{\s*([^{}\n]*?)\s*\}\}|\$\{\s*([^{}\n]*?)\s*\}|<\s*([A-Za-z_][\w .-]*?)\s*>|%\((\w+)\)[sd]"
 )
+_CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+[a-z]{0,2})+")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON = {"True": True, "False": False, "None": None, "TRUE": True, "FALSE": False, "NULL": None, "Null": None}
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Inf", "-Inf", "+Infinity"}
@@ -60,6 +61,11 @@ def placeholder(text: str) -> str | None:
     if match is None or (match[3] is not None and match[0] != text.strip()):
         return None
     return next(group for group in match.groups() if group is not None) or match[0]
+
+
+def looks_unfilled(text: str) -> bool:
+    """Whether a text is written as the placeholders of shell templates are: ``CL_CLUSTER_PATH``, ``MBSIZE_1st``."""
+    return _CAPITALS.fullmatch(text) is not None
 
 
 def read_text(text: str, file: str | None = None) -> Document:

@@ -111,7 +111,8 @@ def _offloads(config: Config) -> tuple[Any, Any]:
 def _offload_devices(config: Config) -> Iterator[tuple[str, str]]:
     for key, section in zip(("offload_optimizer", "offload_param"), _offloads(config), strict=True):
         path = f"zero_optimization.{key}"
-        if section is not None and config.origin(f"{path}.device") == "default" and f"{path}.device" not in config.autos:
+        device = f"{path}.device"
+        if section is not None and config.origin(device) == "default" and device not in config.autos:
             yield path, 'device is not given, so it is "none": nothing is offloaded'
 
 

@@ -6,6 +6,7 @@
 
 from engine.plan.estimates import MemoryEstimate, estimate_memory
 from engine.plan.facts import ModelFacts
+from engine.plan.fitting import fitting_world, imagined_world
 from engine.plan.plan import (
     BatchPlan,
     Degrees,
@@ -20,7 +21,7 @@ from engine.plan.plan import (
 )
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
-from engine.plan.verdict import Verdict, verdict
+from engine.plan.verdict import Verdict, usable, verdict
 
 __all__ = [
     "BatchPlan",
@@ -37,8 +38,11 @@ __all__ = [
     "World",
     "ZeroPlan",
     "estimate_memory",
+    "fitting_world",
+    "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "usable",
     "verdict",
 ]

@@ -39,6 +39,9 @@ STAGE_3_KEYS = (
     "sub_group_size",
     "mics_hierarchical_params_gather",
     "leaf_module",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
 )
 """Keys of ``zero_optimization`` that are about sharded parameters."""
 
@@ -86,10 +89,15 @@ INEFFECTIVE = (
 def note_ineffective(config: Config, findings: Findings) -> None:
     """One note per key that the user set and that changes nothing."""
     stage = config.zero_optimization.stage
+    if findings.is_auto(ZERO + "stage"):
+        stage = 3  # what may still act is not said to be without effect
     beyond_stage = {ZERO + key for key in STAGE_3_KEYS} if stage < 3 else {ZERO + "reduce_bucket_size"}
     for path in sorted(beyond_stage):
         if findings.is_given(path) and not _switched_off(config, path):
             findings.note(path, f"no effect at stage {stage}: {'it acts at stage 3 only' if stage < 3 else _BUCKETS}")
+    offload = config.zero_optimization.offload_param
+    if stage < 3 and offload is not None and offload.device != "none":
+        findings.note(ZERO + "offload_param", f"no effect at stage {stage}: whole parameters stay where they are used")
     for entry in INEFFECTIVE:
         if entry.path in beyond_stage or not findings.is_given(entry.path):
             continue

@@ -13,7 +13,7 @@ from engine.config.sections.base import Fault, Section, nested, when
 def _pattern_faults(key: str, pattern: str) -> Iterator[Fault]:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield Fault(key, f"{show(pattern)} is no regular expression: {error}", "what Python's re takes")
 
 
