@@ -101,6 +101,10 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
         short = section.model_fields.get(section.shorthand)
         kinds_meant = () if short is None else (*members(short.annotation), *map(type, choices(short.annotation)))
         return f'write {{"{section.shorthand}": {show(value)}}}' if type(value) in kinds_meant else ""
+    if isinstance(value, dict) and str in kinds and len(value) == 1:
+        (inner,) = value.values()
+        if isinstance(inner, str):
+            return f"write {show(inner)}"
     if value is None:
         return "leave the key out for the default"
     if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():

@@ -59,7 +59,6 @@ ADVICE: dict[str, str] = {
     "inference_batch_size": "delete it: only scripts of DeepSpeed-Chat read it, and not from here",
     "flash_attention": "delete it: which attention is used is the model's affair",
     "use_flash_attention": "delete it: which attention is used is the model's affair",
-    "memory_optimization": "delete it: no version of DeepSpeed has had this section",
     "pipeline.enabled": 'delete it: "stages" above 1 switches the pipeline on',
     "pipeline.type": "delete it: the order of micro-batches is not a choice here",
     "warmupcosinelr.warmup_min_lr": "use warmup_min_ratio, the share of the optimizer's lr to begin at",

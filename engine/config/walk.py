@@ -87,10 +87,10 @@ class Walk:
 
     def unknown(self, path: Path, value: Any, model: type[BaseModel]) -> None:
         self.num_unknown += 1
-        repair = ""
+        repair = "correct its name or delete it"
         if self.num_unknown <= MAX_SUGGESTIONS:
             suggestion = repair_for(self.places.written(path), model.model_fields, value)
-            repair = suggestion.repair
+            repair = suggestion.repair or repair
             self.meant |= set(suggestion.targets)
         argument = self.places.override(path)
         if argument is not None:

@@ -42,7 +42,7 @@ def _candidates(config: Config) -> set[int]:
         model *= max(config.pipeline.stages, 1)
     total, micro, accumulation = (getattr(config, key) or 0 for key in (TOTAL, MICRO, ACCUMULATION))
     per_rank = micro * accumulation
-    implied = total // per_rank if per_rank and total % per_rank == 0 else 1
+    implied = total // per_rank if total and per_rank and total % per_rank == 0 else 1
     ranks = {1, shards, implied, lcm(shards, implied)}
     return ranks | {size * model for size in ranks}
 

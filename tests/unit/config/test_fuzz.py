@@ -6,14 +6,12 @@ import copy
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config, ConfigError, Examination, examine, load_config
+from engine.config import ConfigError, Examination, examine, load_config
 from engine.config.reader import read_text
 from engine.config.sections.arguments import BOOLEANS, INTEGERS, NUMBERS, OPTIMIZER_PARAMS, PAIRS, SCHEDULER_PARAMS
 from engine.config.suggest import known_paths
@@ -146,25 +144,3 @@ def test_damaged_trees(tree: dict[str, Any], stream: random.Random) -> None:
         [value, [value], {"a": value}, str(value), None, -1, {}]
     )
     consistent(examine(damaged))
-
-
-CORPUS = Path(os.environ.get("PTRAIN_CORPUS", Path(__file__).parents[4] / "shared" / "corpus")) / "configs"
-
-
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the folder of public configs is not here")
-def test_public_configs_get_an_answer() -> None:
-    """Configs that people published, where a folder of them lies beside the checkout (or at PTRAIN_CORPUS)."""
-    verdicts: dict[str, int] = {}
-    for path in sorted(CORPUS.glob("*.json")):
-        found = examine(path)
-        consistent(found)
-        for problem in found.problems:
-            assert problem.line is not None, problem.render()
-        config = found.config
-        kind = "invalid" if found.problems or config is None else _kind(config)
-        verdicts[kind] = verdicts.get(kind, 0) + 1
-    assert verdicts["invalid"] < sum(verdicts.values()) / 5, verdicts
-
-
-def _kind(config: Config) -> str:
-    return "not built" if config.not_built else "needs values" if config.needs_values else "valid"
