@@ -70,6 +70,8 @@ def initialize(
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
     resolved = plan(loaded, world)
+    if environment.rank == 0:
+        _note_overridden(loaded, optimizer=optimizer, lr_scheduler=lr_scheduler)
     owns_group = False
     if environment.world_size > 1 and not dist.is_initialized():
         if dist_init_required is False:
@@ -135,6 +137,13 @@ def _config_source(
         found = f"{' and '.join(present)} were given" if present else "none was given"
         raise ConfigError([Problem("config", f"initialize() takes one config; {found}", allowed=", ".join(given))])
     return next(iter(present.values()))
+
+
+def _note_overridden(config: Config, **clients: Any) -> None:
+    """What the script brings along wins over what the config names; neither is dropped in silence."""
+    for argument, section in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
+        if clients[argument] is not None and getattr(config, section) is not None:
+            log.warning("%s= was passed, so the section %s of the config has no effect", argument, section)
 
 
 def _environment() -> RankEnvironment:
