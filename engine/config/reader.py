@@ -21,6 +21,8 @@ MAX_BYTES = 2 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 64
 MAX_PROBLEMS = 100
+MAX_VALUES = 20_000
+MAX_KEY_LENGTH = 200
 
 _SPACE = re.compile(r"(?:[ \t\r\n\f\v\u00a0\ufeff]++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 _STRING = {quote: re.compile(rf"{quote}((?:[^{quote}\\\n]++|\\.)*+){quote}") for quote in "\"'"}
@@ -89,6 +91,7 @@ class _Reader:
         self.text = text
         self.document = document
         self.at = 0
+        self.num_values = 0
         self.starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def place(self, at: int) -> tuple[int, int]:
@@ -137,6 +140,11 @@ class _Reader:
         while (char := self.skip()) != "}":
             start = self.at
             key = self.key(char, path, opening)
+            if len(key) > MAX_KEY_LENGTH:
+                shown = show(key)
+                allowed = f"at most {MAX_KEY_LENGTH}"
+                self.problem(start, path, f"is a key of {len(key)} letters", "too_long", found=shown, allowed=allowed)
+                raise _Stop
             here = (*path, key)
             if self.skip() != ":":
                 self.problem(self.at, here, f"there is no colon after the key {show(key)}", repair='write "key": value')
@@ -199,9 +207,11 @@ class _Reader:
             name = "a second comma" if char == "," else show(char)
             self.problem(self.at, path, f"{name} stands where a key should be", repair='write "key": value')
             raise _Stop
-        self.problem(self.at, (*path, match[0]), "the key has no quotes", found=match[0], repair=f'write "{match[0]}"')
+        word = match[0]
+        shown = show(word)
+        self.problem(self.at, (*path, word[:60]), "the key has no quotes", found=shown, repair=f"write {shown}")
         self.at = match.end()
-        return match[0]
+        return word
 
     def separator(self, closing: str, path: Path, opening: int) -> None:
         before = self.at
@@ -233,6 +243,11 @@ class _Reader:
 
     def value(self, path: Path, depth: int) -> Any:
         char = self.skip()
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            message = f"the file holds more than {MAX_VALUES} values, which is no config"
+            self.problem(self.at, path, message, "too_long", repair="is this the right file?")
+            raise _Stop
         if match := _PLACEHOLDER.match(self.text, self.at):
             return self.unfilled(match[0], placeholder(match[0]) or match[0], path)
         if char == "{":
@@ -272,16 +287,17 @@ class _Reader:
             )
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
-            self.problem(start, path, f"{show(word)} is not a JSON number", found=word, allowed="such as 12, -0.5, 5e8")
+            self.problem(start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8")
             return _UNREADABLE
         if word[0].isalpha() or word[0] in "_$@%<":
             self.at = start
             if word.lower() == word and word.isalpha():
                 self.at += len(word)
-                self.problem(start, path, f"the text {word} has no quotes", found=word, repair=f'write "{word}"')
+                shown = show(word)
+                self.problem(start, path, f"the text {shown} has no quotes", found=shown, repair=f"write {shown}")
                 return _UNREADABLE
-            return self.unfilled(word, word.strip("$@%<>"), path)
-        self.problem(start, path, f"{show(word)} is not a JSON value", found=word)
+            return self.unfilled(word, word.strip("$@%<>") or word, path)
+        self.problem(start, path, f"{show(word)} is not a JSON value", found=show(word))
         return _UNREADABLE
 
     def number(self, word: str, path: Path, start: int) -> Any:
@@ -308,9 +324,9 @@ class _Reader:
         self.problem(
             self.at,
             path,
-            f"the placeholder {name} has not been filled in",
+            f"the placeholder {name[:60]} has not been filled in",
             "placeholder",
-            found=text,
+            found=text[:60],
             repair="put a value in its place",
         )
         self.at += len(text)
