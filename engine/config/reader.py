@@ -287,7 +287,9 @@ class _Reader:
             )
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
-            self.problem(start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8")
+            self.problem(
+                start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8"
+            )
             return _UNREADABLE
         if word[0].isalpha() or word[0] in "_$@%<":
             self.at = start

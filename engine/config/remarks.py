@@ -72,7 +72,7 @@ def remarks(config: Config) -> Iterator[tuple[str, str]]:
     for path, (why, harmless) in WITHOUT_EFFECT.items():
         if path.startswith("aio.") and uses_disk:
             continue
-        if config.origin(path) == "user" and _value(config, path) not in harmless:
+        if _value(config, path) not in harmless and config.origin(path) == "user":
             yield path, f"has no effect here: {why}"
     yield from _switches(config, config, "")
     yield from _offload_devices(config)
@@ -133,5 +133,7 @@ def _switches(config: Config, section: Section, above: str) -> Iterator[tuple[st
 def _value(config: Config, path: str) -> Any:
     value: Any = config
     for key in path.split("."):
+        if value is None:
+            return None
         value = getattr(value, key)
     return value
