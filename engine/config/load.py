@@ -80,7 +80,9 @@ def examine(
     problems += wrong
     wrong_paths = {_key(problem.path) for problem in problems if problem.path}
     wrong_paths |= {join_path(path) for path in document.broken} | walk.meant | translation.meant
-    problems += faults(config, document.places, wrong_paths | walk.autos)
+    contradictions = faults(config, document.places, wrong_paths | walk.autos)
+    problems += contradictions
+    wrong_paths |= {_key(problem.path) for problem in contradictions}
     raw = _merge_back(tree, config, walk)
     notes = (*translation.notes, *walk.notes, *_integer_note(walk))
     provenance = Provenance(
