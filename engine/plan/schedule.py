@@ -111,7 +111,7 @@ def _note_readings(name: str, params: Mapping[str, Any], findings: Findings) -> 
     """Where a schedule is not what its parameters seem to say, or not DeepSpeed's."""
     if name == "OneCycle" and params.get("cycle_momentum", True) and params.get("compat") != "deepspeed":
         findings.note(
-            PATH,
+            f"{PARAMS}.cycle_momentum",
             "the momentum begins at its maximum and the second beta is left alone; DeepSpeed begins at the minimum and "
             'sets 0.99, as compat "deepspeed" does here',
         )
