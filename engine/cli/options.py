@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
 from engine.launch.signals import LAUNCHER_PID
-from engine.plan import World
-from engine.plan import imagined_world as imagined_world
+from engine.plan.plan import World
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -34,6 +33,10 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the config, e.g. --set zero_optimization.stage=2; may be repeated",
     )
     parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
+
+
+def add_world_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to think of (default 1)")
 
 
 def positive(text: str) -> int:

@@ -124,6 +124,7 @@ def _rename(translation: Translation, old: Path, new: Path) -> None:
                 "conflict",
                 found=value,
                 repair="keep one of them",
+                options=(show(other, 30),),
             )
         return
     translation.pop(old)
@@ -179,6 +180,7 @@ def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
                 "conflict",
                 found=value,
                 repair=f"delete {old}, which is deprecated",
+                options=("false",),
             )
         elif switch:
             translation.put((*new_path, "device"), "cpu", old_path)

@@ -92,6 +92,7 @@ def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: 
         found=total,
         allowed=_nearest_multiples(total, micro * accumulation * dp),
         repair="set " + " or ".join(repairs) + ", or remove one of the three",
+        code="batch-arithmetic",
     )
 
 
@@ -112,6 +113,7 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,
+        code="batch-arithmetic",
     )
 
 

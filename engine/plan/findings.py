@@ -27,11 +27,20 @@ class Findings:
         """Paths that were asked about since the last rule began (engine/plan/reads.py)."""
 
     def problem(
-        self, path: str, message: str, *, found: Any = None, allowed: str = "", repair: str = "", code: str = ""
+        self,
+        path: str,
+        message: str,
+        *,
+        found: Any = None,
+        allowed: str = "",
+        repair: str = "",
+        code: str = "conflict",
+        options: tuple[str, ...] = (),
     ) -> None:
+        """``code`` is one of `engine.config.messages.CODES`; the rest completes a `Problem`."""
         file, line, column = self._place(path)
         path = self.config.spelled(path)
-        self.problems.append(Problem(path, message, code, file, line, column, found, allowed, repair))
+        self.problems.append(Problem(path, message, code, file, line, column, found, allowed, repair, options))
 
     def note(self, path: str, message: str) -> None:
         self.notes.append(Note(self.config.spelled(path), message, self._place(path)[1]))

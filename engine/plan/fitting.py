@@ -7,28 +7,22 @@ from typing import TYPE_CHECKING
 
 from engine.plan.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
 from engine.plan.findings import Findings
-from engine.plan.plan import World
-from engine.plan.world import resolve_degrees
+from engine.plan.world import imagined_world, resolve_degrees
 from engine.plan.zero import resolve_zero
 
 if TYPE_CHECKING:
     from engine.config import Config
+    from engine.plan.plan import World
 
 LARGEST_WORLD = 2**20
 """More ranks than this are not tried."""
-
-
-def imagined_world(config: Config, size: int, how: str = "") -> World:
-    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
-    device = "cpu" if config.device == "auto" else config.device
-    return World(size=size, local_size=size, device=device, device_count=0, how=how)
 
 
 def fitting_world(config: Config) -> World:
     """One rank where the sizes fit one or fit no number that follows from them."""
     sizes = [size for size in sorted(_candidates(config)) if size <= LARGEST_WORLD]
     worlds = (imagined_world(config, size, "the fewest that its sizes fit") for size in sizes)
-    return next((world for world in worlds if _fits(config, world)), imagined_world(config, 1))
+    return next((world for world in worlds if _fits(config, world)), imagined_world(config, 1, ""))
 
 
 def _candidates(config: Config) -> set[int]:

@@ -61,20 +61,31 @@ def all_problems(findings: Findings) -> list[Problem]:
         file, line, column = config.locate(autos[0])
         message = f'needs a value here in place of "auto": {", ".join(autos)}'
         repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
-        problems.append(Problem(autos[0], message, NEEDS_VALUES, file, line, column, "auto", "", repair))
+        options = ("a value of its own",)
+        problems.append(Problem(autos[0], message, NEEDS_VALUES, file, line, column, "auto", "", repair, options))
     if any(path not in config.autos for path in findings.needs_values):
-        problems.append(Problem(MICRO, NO_BATCH, NEEDS_VALUES, config.source, repair=ADD_BATCH))
+        options = ("an integer >= 1",)
+        problems.append(Problem(MICRO, NO_BATCH, NEEDS_VALUES, config.source, repair=ADD_BATCH, options=options))
     return problems
 
 
 def examine(
     config: Config, world: World, facts: ModelFacts | None = None, unclear: Collection[str] = ()
 ) -> tuple[Plan | None, Findings]:
-    """The plan, or None where a problem prevents one, and all that was found on the way.
+    """The plan, or None where a problem prevents one, and all that was found on the way; see `sketch`."""
+    result, findings = sketch(config, world, facts, unclear)
+    return (None if unclear or findings.problems or findings.needs_values else result), findings
 
-    ``unclear``: paths whose value in the config stands in for one that cannot be used; what rests on them is left out,
-    and there is no plan.
+
+def sketch(
+    config: Config, world: World, facts: ModelFacts | None = None, unclear: Collection[str] = ()
+) -> tuple[Plan | None, Findings]:
+    """The plan as far as it goes: None only without a batch. With problems it is for explanations, not for a run.
+
+    ``unclear``: paths whose value in the config stands in for one that cannot be used; no problem is reported that
+    rests on them.
     """
+    whole = config
     findings = Findings(config)
     rules = Rules(config, findings, unclear)
     config, run = rules.config, rules.run
@@ -95,10 +106,10 @@ def examine(
     run(note_vocabulary, config, findings)
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
-    if unclear or findings.problems or findings.needs_values or batch is None:
+    if batch is None:
         return None, findings
     result = Plan(
-        config=config,
+        config=whole,
         world=world,
         degrees=degrees,
         batch=batch,
@@ -109,7 +120,7 @@ def examine(
         schedule=schedule,
         seed=seed,
         values=tuple(findings.values),
-        notes=(*config.notes, *findings.notes),
+        notes=(*whole.notes, *findings.notes),
         facts=facts,
     )
     return result, findings

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config.examination import Examination
 from engine.config.messages import ConfigError, Note, Problem
 from engine.plan.facts import ModelFacts
-from engine.plan.fitting import fitting_world, imagined_world
+from engine.plan.fitting import fitting_world
 from engine.plan.plan import World
 from engine.plan.resolve import NOT_BUILT, examine
+from engine.plan.world import imagined_world
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine.config import Config
+    from engine.config.load import Overrides, Source
 
 VerdictKind = Literal["valid", "needs-values", "not-built", "invalid"]
 
@@ -37,6 +41,16 @@ class Verdict:
     @property
     def trainable(self) -> bool:
         return self.kind == "valid"
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``ptrain validate --json`` prints."""
+        return {
+            "verdict": self.kind,
+            "needs_values": list(self.needs_values),
+            "not_built": list(self.not_built),
+            "problems": [problem.to_json() for problem in self.problems],
+            "notes": [note.to_json() for note in self.notes],
+        }
 
     def render(self) -> str:
         """One line for the verdict, one for each problem and note."""
@@ -84,6 +98,30 @@ def verdict(source: Config | Examination, world: World | None = None, facts: Mod
     return Verdict(kind, problems, needs_values, config.not_built, tuple(notes))
 
 
+def validate(
+    source: Source,
+    world: World | int | None = None,
+    *,
+    overrides: Overrides = (),
+    auto: Mapping[str, Any] | None = None,
+    lenient: bool = False,
+    facts: ModelFacts | None = None,
+) -> Verdict:
+    """Reads and judges a config, never raising for what is wrong with it: `ptrain validate` as a function.
+
+    Args:
+        source: a JSON file, a dict or a `Config`, as for `engine.config.load_config`, as are ``overrides``, ``auto``
+            and ``lenient``.
+        world: the ranks to judge it for, or how many; None: the fewest that its sizes fit.
+    """
+    from engine.config.load import examine as read
+
+    found = read(source, overrides=overrides, auto=auto, lenient=lenient)
+    if isinstance(world, int):
+        world = None if found.config is None else imagined_world(found.config, world, "--world")
+    return verdict(found, world, facts)
+
+
 def usable(found: Examination, size: int | None = None) -> Config:
     """The config that was read, for a plan to be made of it.
 
@@ -93,6 +131,6 @@ def usable(found: Examination, size: int | None = None) -> Config:
     if found.config is None:
         raise ConfigError(found.problems)
     if found.problems:
-        world = None if size is None else imagined_world(found.config, size)
+        world = None if size is None else imagined_world(found.config, size, "")
         raise ConfigError(verdict(found, world).problems)
     return found.config

@@ -35,7 +35,10 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
     low, high = section.min_difficulty, section.max_difficulty
     if low is not None and high is not None and low > high:
         yield Fault(
-            "min_difficulty", f"{low} is above max_difficulty {high}", f"at most {high}", "", ("max_difficulty",)
+            "min_difficulty",
+            f"{low} is above max_difficulty {high}",
+            f"at most {high}",
+            depends=("max_difficulty",),
         )
     config = section.schedule_config or CurriculumScheduleSection()
     for key in _REQUIRED.get(section.schedule_type or "", ()):
@@ -48,8 +51,7 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
                 "schedule_config.max_step",
                 f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
                 f"{wanted}: one less than difficulty",
-                "",
-                ("schedule_config.difficulty",),
+                depends=("schedule_config.difficulty",),
             )
         if high is not None and max(config.difficulty, default=high) > high:
             yield Fault(
@@ -57,7 +59,7 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
                 f"holds {max(config.difficulty)}, which is never reached: max_difficulty is {high}",
                 f"at most {high}",
                 "raise max_difficulty",
-                ("max_difficulty",),
+                depends=("max_difficulty",),
             )
 
 
@@ -277,8 +279,7 @@ class RandomLtdSection(Section):
                 "random_ltd_layer_id",
                 f"names {len(ids)} layers; random_ltd_layer_num is {count}",
                 f"{count} numbers",
-                "",
-                ("random_ltd_layer_num",),
+                depends=("random_ltd_layer_num",),
             )
 
 

@@ -105,7 +105,7 @@ class SparseAttentionSection(Section):
                 "is true, and attention is unidirectional",
                 "false",
                 "global blocks can see everyone in bidirectional attention only",
-                ("attention", "mode"),
+                depends=("attention", "mode"),
             )
         if self.mode == "fixed":
             yield from self._fixed_faults()
@@ -117,8 +117,7 @@ class SparseAttentionSection(Section):
                     "global_block_end_indices",
                     f"{show(ends)} does not close the ranges that begin at {show(starts)}",
                     "one end above each start",
-                    "",
-                    ("global_block_indices", "mode"),
+                    depends=("global_block_indices", "mode"),
                 )
 
     def _fixed_faults(self) -> Iterator[Fault]:
@@ -128,16 +127,14 @@ class SparseAttentionSection(Section):
                 "num_global_blocks",
                 f"{shared} does not divide num_local_blocks {local}",
                 f"a divisor of {local}",
-                "",
-                ("num_local_blocks", "mode"),
+                depends=("num_local_blocks", "mode"),
             )
         elif shared and patterns > local // shared:
             yield Fault(
                 "num_different_global_patterns",
                 f"{patterns} is more than a window of {local} blocks holds",
                 f"at most {local // shared}",
-                "",
-                ("num_local_blocks", "num_global_blocks", "mode"),
+                depends=("num_local_blocks", "num_global_blocks", "mode"),
             )
         if patterns > 1 and not self.different_layout_per_head:
             yield Fault(
@@ -145,7 +142,7 @@ class SparseAttentionSection(Section):
                 f"is {patterns}, and all heads have one layout",
                 "1",
                 "set different_layout_per_head to true",
-                ("different_layout_per_head", "mode"),
+                depends=("different_layout_per_head", "mode"),
             )
 
 
@@ -184,8 +181,7 @@ class ElasticitySection(Section):
                 "max_gpus",
                 f"{self.max_gpus} is below min_gpus {self.min_gpus}",
                 f"at least {self.min_gpus}",
-                "",
-                ("min_gpus",),
+                depends=("min_gpus",),
             )
         if not self.micro_batch_sizes or any(size < 1 for size in self.micro_batch_sizes):
             yield Fault("micro_batch_sizes", "must be a list of sizes", "integers >= 1")
@@ -194,6 +190,5 @@ class ElasticitySection(Section):
                 "micro_batch_sizes",
                 f"{max(self.micro_batch_sizes)} is above max_train_batch_size",
                 f"at most {self.max_train_batch_size}",
-                "",
-                ("max_train_batch_size",),
+                depends=("max_train_batch_size",),
             )

@@ -45,11 +45,15 @@ class Fp16Section(Section):
                 "is 0 with dynamic loss scaling",
                 "an integer >= 1",
                 "the default is 1000",
-                ("loss_scale",),
+                depends=("loss_scale",),
             )
         if self.min_loss_scale <= 0:
             yield Fault(
-                "min_loss_scale", "is 0 with dynamic loss scaling", "a number > 0", "the default is 1", ("loss_scale",)
+                "min_loss_scale",
+                "is 0 with dynamic loss scaling",
+                "a number > 0",
+                "the default is 1",
+                depends=("loss_scale",),
             )
         if self.min_loss_scale > 2.0**self.initial_scale_power:
             yield Fault(
@@ -58,7 +62,7 @@ class Fp16Section(Section):
                 f"{2**self.initial_scale_power}, so the first overflow would raise the scale",
                 f"at most {2**self.initial_scale_power}",
                 "lower min_loss_scale or raise initial_scale_power",
-                ("loss_scale", "initial_scale_power"),
+                depends=("loss_scale", "initial_scale_power"),
             )
 
 
@@ -86,9 +90,8 @@ class Bf16Section(Section):
             yield Fault(
                 "bf16_optimizer_states",
                 "needs bf16_master_weights_and_grads",
-                "",
                 "set both to true, or neither",
-                ("bf16_master_weights_and_grads",),
+                depends=("bf16_master_weights_and_grads",),
             )
 
 

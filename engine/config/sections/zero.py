@@ -168,7 +168,7 @@ class ZeroSection(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.mics_shard_size == 0 or self.mics_shard_size < -1:
-            yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1")
+            yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1", code="value")
         offload = self.offload_optimizer
         if offload is not None and offload.ratio < 1 and self.stage != 3:
             yield Fault(
@@ -176,7 +176,7 @@ class ZeroSection(Section):
                 f"is {offload.ratio:g}, and part of an update is offloaded at stage 3 only; stage is {self.stage}",
                 "1 below stage 3",
                 "set stage to 3 or remove ratio",
-                ("stage",),
+                depends=("stage",),
             )
         if not self.compute_grad_norm and self.stage not in (1, 2):
             yield Fault(
@@ -184,7 +184,7 @@ class ZeroSection(Section):
                 f"is false, which needs stage 1 or 2, and stage is {self.stage}",
                 "true",
                 "remove the key",
-                ("stage",),
+                depends=("stage",),
             )
 
 

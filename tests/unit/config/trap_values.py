@@ -93,7 +93,14 @@ VALUES: dict[int, list[Case]] = {
             "longer than the schedule",
         )
     ],
-    33: [Case(schedule("OneCycle", cycle_min_lr=0, cycle_max_lr=1), VALID, "scheduler.params.cycle_momentum", "second beta is left")],
+    33: [
+        Case(
+            schedule("OneCycle", cycle_min_lr=0, cycle_max_lr=1),
+            VALID,
+            "scheduler.params.cycle_momentum",
+            "the second beta is left alone",
+        )
+    ],
     34: [
         Case({"zero_optimization": 2}, INVALID, "zero_optimization", 'write {"stage": 2}'),
         Case({"zero_optimization": None}, VALID, "zero_optimization", "the defaults of this section stand"),
