@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ from engine.config import docs, examine, load_config, schema
 from engine.config.aliases import ALIASES
 from engine.config.places import join_path
 from engine.config.sections.arguments import OPTIMIZER_PARAMS
+from tests.unit.config.generated import Generator
 from tests.unit.config.test_suggest import keys
 from tests.unit.config.test_traps import CURRICULUM, INVALID, NOT_BUILT, VALID
 
@@ -38,6 +40,12 @@ INEXPRESSIBLE = {
     "elastic world upside down",
 }
 """Rules that compare two numbers of a file, which JSON Schema cannot."""
+COMPARED = (
+    "fp16.min_loss_scale", "min_difficulty", "max_step", ".difficulty", "random_ltd_layer_id", "micro_batch_sizes",
+    "max_gpus", "num_global_blocks", "num_different_global_patterns", "global_block_end_indices",
+)  # fmt: skip
+"""The keys that such rules are about."""
+NUM_GENERATED = 2000
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +90,7 @@ def test_schema_and_sections_agree_on_random_values(validator: Any) -> None:
     values: list[Any] = [True, False, None, 0, 1, 2, -1, 7, 0.5, 1.5, [], [1], {}, "cpu", "?"]
     disagreements = []
     for path, _ in keys():
-        for value in stream.sample(values, 2):
+        for value in stream.sample(values, 1):
             tree: Any = value
             for part in reversed(path):
                 tree = {part: tree}
@@ -92,6 +100,26 @@ def test_schema_and_sections_agree_on_random_values(validator: Any) -> None:
             if bool(found.problems) == validator.is_valid(tree):
                 disagreements.append((join_path(path), value, [problem.render() for problem in found.problems]))
     assert disagreements == []
+
+
+def test_schema_and_sections_agree_on_generated_files(validator: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole files, half of them with mistakes: valid for the one exactly if valid for the other."""
+    counts: Counter[tuple[bool, bool]] = Counter()
+    disagreements = []
+    for seed in range(NUM_GENERATED):
+        tree = Generator(seed, wrong=0.12 if seed % 2 else 0.0).config()
+        problems = examine(tree).problems
+        answers = (not problems, validator.is_valid(tree))
+        counts[answers] += 1
+        is_comparison = bool(problems) and all(problem.path.endswith(COMPARED) for problem in problems)
+        if answers[0] != answers[1] and not (answers[1] and is_comparison):
+            disagreements.append((seed, answers, [problem.render() for problem in problems]))
+    with capsys.disabled():
+        both = f"{counts[True, True]} valid and {counts[False, False]} invalid for both"
+        print(f"\n{NUM_GENERATED} generated files: {both}, {counts[False, True]} for a comparison of two numbers")
+    assert disagreements == []
+    assert min(counts[True, True], counts[False, False]) > NUM_GENERATED / 5
+    assert counts[False, True] < NUM_GENERATED / 100
 
 
 def test_every_key_is_described() -> None:
