@@ -68,6 +68,10 @@ class ShardGroup:
         """The group of a mesh axis, or of the ``world``."""
         return cls(mesh.group(axis), axis, ledger)
 
+    @classmethod
+    def alone(cls) -> ShardGroup:
+        return cls(None, "", Ledger())
+
     def even_bounds(self, numel: int) -> list[int]:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
