@@ -34,7 +34,7 @@ class FlatBucket(Protocol):
     """Whole parameters of one group in one flat buffer (engine/model/zero/buckets.py at stage 0)."""
 
     master: Tensor
-    gradients: Tensor | None
+    flat_gradients: Tensor | None
 
     @property
     def shards(self) -> Sequence[tuple[_Shard, int]]: ...
@@ -84,8 +84,8 @@ class Flat:
 
     @property
     def gradients(self) -> Tensor:
-        assert self.bucket.gradients is not None
-        return self.bucket.gradients
+        assert self.bucket.flat_gradients is not None
+        return self.bucket.flat_gradients
 
     def absent_indices(self) -> list[int]:
         """The parameters that no rank has a gradient of in this window: neither they nor their state change."""

@@ -135,8 +135,8 @@ def resolve_one_bit(
     if num_updates < 2.0 * horizon and not params.get("bias_correction"):
         findings.note(
             f"{PARAMS}.{SWITCH[name]}",
-            f"the variance is frozen after {num_updates} gradients while beta2 looks back {horizon:.0f}: it has reached "
-            f"{1.0 - params['betas'][1] ** num_updates:.2g} of its size, so all later updates are too large; freeze "
+            f"the variance is frozen after {num_updates} gradients while beta2 looks back {horizon:.0f}: it has come "
+            f"to {1.0 - params['betas'][1] ** num_updates:.2g} of its size, so later updates are too large; freeze "
             "later, lower beta2, or set bias_correction to true",
         )
     memory = 1.0 / (1.0 - params["coeff_beta"]) if name == "OneBitLamb" else 0.0
