@@ -29,7 +29,7 @@ class OwnReduction(Protocol):
     """What an optimizer has more where it reduces by itself (engine/optim/compressed.py)."""
 
     def scalars(self) -> Mapping[str, float]: ...
-    def settle(self) -> bool: ...
+    def settle(self) -> None: ...
     def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]: ...
     def state_was_loaded(self) -> None: ...
 
@@ -182,9 +182,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         No parameter changes by a bit, no step is counted, no hook runs. One optimizer cannot tell an empty state from
         a fresh one: SGD with dampening, whose first step is not dampened; load all of its state after this.
         """
+        stand_in = None
         for optimizer, group, name, parameter in self._named():
             if (names is None or name in names) and not optimizer.state.get(parameter):
-                create_state(optimizer, group, parameter)
+                stand_in = create_state(optimizer, group, parameter, stand_in)
 
     def forget_state(self, names: Collection[str]) -> None:
         """Put the named parameters back to before their first step."""
@@ -230,9 +231,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """What the optimizers inside say of themselves to the monitors."""
         return {name: value for optimizer in self._reducing() for name, value in optimizer.scalars().items()}
 
-    def settle(self) -> bool:
-        """Collective. Bring parameters together that differ between ranks; whether there were any."""
-        return sum(optimizer.settle() for optimizer in self._reducing()) > 0
+    def settle(self) -> None:
+        """Collective. Bring parameters together that differ between ranks."""
+        for optimizer in self._reducing():
+            optimizer.settle()
 
     def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]:
         """Live tensors that belong to this rank alone, by name; ``create`` makes those that no step has made yet."""
@@ -264,7 +266,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         for group, options in zip(self.param_groups, saved, strict=True):
             for key, value in decode(dict(options)).items():
-                if key in _IMPLEMENTATION_KEYS:
+                if key in (*_IMPLEMENTATION_KEYS, *_LAYOUT_KEYS):
                     continue
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(float(value))
