@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
@@ -30,7 +31,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry, check_free, claim
+from engine.parameters import ParameterRegistry, check_free, claim, persistent_buffers
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -77,7 +78,7 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=partial(_persistent_buffers, model),
+        buffers=partial(persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
@@ -87,6 +88,7 @@ def build(
         tag_validation=plan.config.checkpoint.tag_validation,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     claim(model)
@@ -134,11 +136,6 @@ def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[...
         collate_fn=collate_fn,
         pin_memory=mesh.device.type != "cpu",
     )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _autocast(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -130,6 +130,12 @@ class ParameterRegistry:
         self._current[info.index] = new
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``model.state_dict()``, one that several modules share under each of its names."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+
+
 def _read_groups(
     names: Mapping[nn.Parameter, str], model_parameters: Iterable[Any] | None
 ) -> tuple[list[dict[str, Any]], dict[nn.Parameter, int]]:

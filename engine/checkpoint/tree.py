@@ -188,6 +188,7 @@ class StateTree:
             world_size=self.layout.world_size,
         )
         self.restored = restored = set()
+        wanted = {"optimizer_groups"} if optimizer and self._optimizer is not None else set()
         if optimizer and self._optimizer is not None:
             self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
             if groups is not None:
@@ -196,12 +197,15 @@ class StateTree:
         for part in self._parts.values():
             if (part.name == "lr_scheduler" and not lr_scheduler) or (part.name != "lr_scheduler" and not run):
                 continue
+            wanted.add(part.name)
             state = manifest.state(part.name, self.layout, self._rank)
             if state is not None:
                 part.load(state, manifest.layout)
                 restored.add(part.name)
         if self._rank == 0:
-            for line in describe(manifest, layout=self.layout, loaded=loaded, restored_states=restored):
+            for line in describe(
+                manifest, layout=self.layout, loaded=loaded, restored_states=restored, wanted_states=wanted
+            ):
                 log.warning("%s", line)
         return str(manifest.path), load_client_state(manifest)
 

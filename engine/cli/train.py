@@ -72,7 +72,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema (--help).")
+    parser = Parser(
+        "ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema, export (--help)."
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"

@@ -24,6 +24,7 @@ RUNGS = (
     "engine",
     "surface",
     "window",
+    "weights",
     "model",
     "optim",
     "data",
