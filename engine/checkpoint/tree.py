@@ -243,7 +243,7 @@ class StateTree:
 
     def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
         assert self._optimizer is not None
-        if saved is not None and saved["kinds"] != self._optimizer.kinds:
+        if saved is not None and saved["kinds"] not in (None, self._optimizer.kinds):
             raise EngineError(
                 f"{manifest.path} holds the state of {' and '.join(saved['kinds'])}, but this run steps with "
                 f"{' and '.join(self._optimizer.kinds)}: use the same optimizer, or load with "

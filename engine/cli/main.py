@@ -10,12 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
 from engine.launch.outcome import STOPPED, STOPPED_EARLY, PeerLost, leave_message
 
-COMMANDS = ("train", "plan", "validate", "schema", "export")
+COMMANDS = ("train", "plan", "validate", "schema", "export", "import")
 
 SUCCESS, FAILURE, MISTAKE = 0, 1, 2
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's arguments). The first word names the command; without one it is `train`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
-    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{name}").run
+    module = f"{name}_checkpoint" if iskeyword(name) else name.replace("-", "_")
+    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{module}").run
     code = _guarded(run, arguments)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/reports/deepspeed_checkpoint.py tests/reports/deepspeed
 
 needs an environment with DeepSpeed 0.19 (which compiles an extension at first use). Beside each checkpoint lies
-``expected.safetensors``: whole parameters, moments and buffers as DeepSpeed itself reports them.
+``expected.safetensors``: whole parameters, moments and buffers as DeepSpeed itself reports them, and under ``after.``
+those after one step more.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+PRECISIONS = {0: ("fp32", "fp16"), 1: ("fp32", "bf16"), 2: ("fp32", "bf16", "fp16"), 3: ("fp32", "bf16", "fp16")}
 CASES: dict[str, dict[str, Any]] = {
     f"stage{stage}_{precision}": {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
     }
-    for stage in range(4)
-    for precision in ("fp32", "bf16", "fp16")
+    for stage, precisions in PRECISIONS.items()
+    for precision in precisions
 }
 CASES["stage2_fp16"]["fp16"] = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
 NUM_STEPS = 4
 TAG = f"global_step{NUM_STEPS}"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Toy(nn.Module):
@@ -37,14 +40,14 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 3)
-        self.hidden = nn.Linear(3, 5)
-        self.norm = nn.LayerNorm(5)
-        self.fixed = nn.Linear(5, 3)
+        self.hidden = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.fixed = nn.Linear(4, 3)
         self.fixed.requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(3, 7, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("passing", torch.ones(2), persistent=False)
 
@@ -82,10 +85,37 @@ def tokens_of(step: int, rank: int) -> Tensor:
     return torch.randint(7, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def reported(model_engine: Any, model: nn.Module, stage: int) -> dict[str, Tensor]:
+    """Whole parameters and moments in fp32, as DeepSpeed reports them."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    optimizer = model_engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    masters: dict[Any, Any] = {}  # stage 0: whole, in fp32 of a model in 16 bit
+    if stage == 0 and inner is not optimizer:
+        for model_group, master_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            masters |= dict(zip(model_group, master_group, strict=True))
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False  # its step links the first parameter group only
+        optimizer._lazy_init_hp_params_optimizer_state()
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if stage == 0:
+            whole = masters.get(parameter, parameter)
+            moments = {key: inner.state[whole][key] for key in MOMENTS}
+        else:
+            whole = safe_get_full_fp32_param(parameter)
+            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        found[f"parameters.{name}"] = whole
+        found |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    return {name: value.detach().float().clone() for name, value in found.items()}
+
+
 def write(case: str, folder: Path) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from safetensors.torch import save_file
 
     get_accelerator().is_fp16_supported = lambda: True  # a CPU's fp16 is slow, which does not matter here
@@ -93,47 +123,41 @@ def write(case: str, folder: Path) -> None:
     model = Toy()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     model_engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config_of(case))
-    rank = torch.distributed.get_rank()
+    stage, rank = model_engine.zero_optimization_stage(), torch.distributed.get_rank()
     dtype = next(model.parameters()).dtype
-    for step in range(NUM_STEPS):
+
+    def train(step: int) -> None:
         for half in tokens_of(step, rank).chunk(2):
-            loss = model_engine(half)
-            model_engine.backward(loss)
+            model_engine.backward(model_engine(half))
             model_engine.step()
-    expected: dict[str, Tensor] = {}
-    optimizer = model_engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    masters: dict[Any, Any] = {}  # stage 0: whole, in fp32 of a model in 16 bit
-    if case.startswith("stage0") and inner is not optimizer:
-        for model_group, master_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            masters |= dict(zip(model_group, master_group, strict=True))
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._hp_optimizer_states_linked = False  # its step links the first parameter group only
-        optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            whole, moments = start[name].to(dtype), {}
-        elif case.startswith("stage0"):
-            whole = masters.get(parameter, parameter)
-            moments = {key: inner.state[whole][key] for key in ("exp_avg", "exp_avg_sq")}
-        else:
-            whole = safe_get_full_fp32_param(parameter)
-            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
-        expected[f"parameters.{name}"] = whole.detach().float().clone().view(start[name].shape)
-        for key, value in moments.items():
-            if value is not None:
-                expected[f"optimizer.{name}.{key}"] = value.detach().float().clone().view(start[name].shape)
-    for name, buffer in model.named_buffers():
-        expected[f"buffers.{name}"] = buffer.clone()
+
+    for step in range(NUM_STEPS):
+        train(step)
+    for buffer in model.buffers():
+        torch.distributed.broadcast(buffer, 0)  # each rank has its own; the checkpoint has rank 0's
+    expected = {
+        name: value.view(start_shape(name, start)) for name, value in reported(model_engine, model, stage).items()
+    }
+    fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    expected |= {f"parameters.{name}": start[name].to(dtype).float() for name in fixed}
+    expected |= {f"buffers.{name}": buffer.clone() for name, buffer in model.named_buffers() if name in start}
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     model_engine.save_checkpoint(str(folder), client_state={"note": "kept", "epoch": 2})
+    train(NUM_STEPS)
+    after = reported(model_engine, model, stage)
+    expected |= {f"after.{name}": value.view(start_shape(name, start)) for name, value in after.items()}
     if rank == 0:
         save_file(expected, folder / "expected.safetensors")
         for script in folder.glob("*.py"):
             script.unlink()
     model_engine.destroy()
+
+
+def start_shape(name: str, start: dict[str, Tensor]) -> torch.Size:
+    bare = name.partition(".")[2]
+    return start[bare if bare in start else bare.rpartition(".")[0]].shape
 
 
 if __name__ == "__main__":
