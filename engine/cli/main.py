@@ -16,7 +16,7 @@ from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
 from engine.launch.outcome import STOPPED, STOPPED_EARLY, PeerLost, leave_message
 
-COMMANDS = ("train", "plan", "validate", "schema", "export", "import")
+COMMANDS = ("train", "plan", "validate", "schema", "export", "import", "verify-resume")
 
 SUCCESS, FAILURE, MISTAKE = 0, 1, 2
 
