@@ -16,30 +16,19 @@ def first_difference(straight: Sequence[Sequence[Line]], parts: Sequence[Sequenc
     ``straight[rank]``: the lines of engine/cli/resume_trace.py; ``parts[part][rank]``: those of each part between two
     stops. The earliest step over all ranks is told.
     """
-    stops = [part[0][-1]["step"] for part in parts[:-1]]
     found: list[tuple[int, int, str]] = []
     for rank, whole in enumerate(straight):
-        expected = {line["step"]: line for line in whole if line["kind"] == "step"}
-        expected[0] = whole[0]
+        expected = {line["step"]: line for line in whole}
         for index, part in enumerate(parts):
             difference = _of_part(expected, part[rank], resumed=index > 0)
             if difference is not None:
-                found.append((difference[0], rank, difference[1]))
+                begun = f"resumed at step {part[rank][0]['step']}" if index > 0 else "before any stop"
+                found.append((difference[0], rank, f"({begun}): {difference[1]}"))
                 break
     if not found:
         return None
     step, rank, cause = min(found)
-    after = max((stop for stop in stops if stop <= step), default=None)
-    where = f"step {step}" + (f", rank {rank}" if len(straight) > 1 else "")
-    when = f"resumed at step {after}" if (after is not None and after < step) or _at_load(cause) else "before any stop"
-    return f"{where} ({when}): {cause}"
-
-
-def _at_load(cause: str) -> bool:
-    return cause.startswith(LOADED)
-
-
-LOADED = "right after loading, "
+    return f"step {step}{f', rank {rank}' if len(straight) > 1 else ''} {cause}"
 
 
 def _of_part(expected: Mapping[int, Line], part: Sequence[Line], resumed: bool) -> tuple[int, str] | None:
@@ -49,10 +38,12 @@ def _of_part(expected: Mapping[int, Line], part: Sequence[Line], resumed: bool) 
         for what, kind in (("parameters", ""), ("moments", "the optimizer's state of ")):
             names = _differing(whole[what], first[what])
             if names:
-                return first["step"], f"{LOADED}{kind}{listing(names, 3)} is not what was saved{_said(said)}"
+                return first[
+                    "step"
+                ], f"right after loading, {kind}{listing(names, 3)} is not what was saved{_said(said)}"
         if first["lr"] != whole["lr"]:
             rates = f"{first['lr'][0]:.6g} instead of {whole['lr'][0]:.6g}"
-            return first["step"], f"{LOADED}the learning rate is {rates}{_said(said)}"
+            return first["step"], f"right after loading, the learning rate is {rates}{_said(said)}"
     for line in part[1:]:
         cause = _of_step(expected[line["step"]], line, first if resumed else None, expected, said)
         if cause is not None:

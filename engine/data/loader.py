@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from engine.contracts import EngineError, OnLayoutChange, SavedLayout
 from engine.data.stream import DatasetState, Position, RankStream, Split, StreamItem
@@ -300,13 +300,14 @@ class _WorkerSeed:
     """Seeds the generators of a worker process, for datasets that draw random numbers."""
 
     def __init__(self, seed: int, epoch: int, *place: int) -> None:
-        self.stream = (seed, "data_worker", epoch, *place)
+        self.seed = seed
+        self.purpose: tuple[int | str, ...] = ("data_worker", epoch, *place)
 
     def __call__(self, worker: int) -> None:
-        _seed_generators(stream_seed(*self.stream, worker))
+        _seed_generators(stream_seed(self.seed, *self.purpose, worker))
 
 
-class _SeededSamples:
+class _SeededSamples(Dataset[Any]):
     """``dataset`` in a worker: the generators are seeded before each sample by what it is."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
