@@ -78,14 +78,15 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
+        empty=[info for info in registry.infos if not info.numel],
         buffers=partial(persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
-        rank=mesh.rank,
+        mesh=mesh,
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
-        tag_validation=plan.config.checkpoint.tag_validation,
+        settings=plan.config.checkpoint,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
     state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
@@ -103,6 +104,7 @@ def build(
         autocast=_autocast(plan, device),
         watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
+        frozen=data_parallel.frozen,
         training_dataloader=loader,
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,

@@ -10,7 +10,7 @@ from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.reader import CheckpointReader, open_checkpoint
 from engine.checkpoint.report import describe
-from engine.checkpoint.retention import prune
+from engine.checkpoint.retention import Retention, prune
 from engine.checkpoint.saving import TagValidation, save
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Exchange",
     "LoadedTensors",
     "Manifest",
+    "Retention",
     "TagValidation",
     "default_tag",
     "describe",

@@ -11,6 +11,14 @@ from engine.checkpoint.manifest import CLIENT_STATE, Manifest
 from engine.checkpoint.model_facts import NAME as MODEL_FACTS
 from engine.contracts import SavedLayout
 
+WORDS = {
+    "optimizer_groups": "the optimizer's state",
+    "lr_scheduler": "the learning-rate schedule",
+    "data_loader": "the position in the data",
+    "random_states": "the random generators",
+    "run": "the counters",
+}
+
 
 def describe(
     manifest: Manifest,
@@ -18,20 +26,20 @@ def describe(
     layout: SavedLayout,
     loaded: LoadedTensors,
     restored_states: Collection[str],
-    wanted_states: Collection[str] = (),
+    asked_states: Collection[str] = (),
     client_state_restored: bool = True,
 ) -> list[str]:
     """One plain sentence for each thing that the load did not restore as it was saved, or could not.
 
     ``layout`` is the present one; ``loaded`` is what `load_tensors` returned; ``restored_states`` names the `Stateful`s
-    that took their state, ``wanted_states`` those that asked for one. Empty where everything came back exactly.
+    that took their state, ``asked_states`` those that wanted one. Empty where everything came back exactly.
     """
     lines = []
     if loaded.missing:
         lines.append(f"Not in the checkpoint, left as initialised: {listing(loaded.missing)}.")
-    absent = sorted(set(wanted_states) - set(manifest.states) - {MODEL_FACTS})
+    absent = [name for name in asked_states if name not in manifest.states and name != MODEL_FACTS]
     if absent:
-        lines.append(f"Not in the checkpoint, begins anew: the state of {listing([repr(name) for name in absent])}.")
+        lines.append(f"Not in the checkpoint, these begin anew: {listing([WORDS.get(name, name) for name in absent])}.")
     sections = Counter(
         name.partition(".")[0]
         for name in manifest.tensors

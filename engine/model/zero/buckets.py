@@ -14,14 +14,17 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
+from engine.model.zero.arrivals import running_scale
 from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo
 from engine.torch_compat import foreach_add_, foreach_copy_
@@ -43,9 +46,8 @@ class Member:
     """In the round that runs now."""
     in_window: bool = False
 
-    @property
-    def stop(self) -> int:
-        return self.offset + self.info.numel
+    def __post_init__(self) -> None:
+        self.stop = self.offset + self.info.numel
 
     def view(self, buffer: Tensor) -> Tensor:
         return buffer[self.offset : self.stop].view(self.info.shape)
@@ -73,9 +75,42 @@ class Bucket:
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
 
+    @functools.cached_property
+    def name(self) -> str:
+        first, last = self.members[0].info.name, self.members[-1].info.name
+        return first if first == last else f"{last} to {first}"
+
     @property
     def own(self) -> slice:
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    # Hundreds of views a step are a measurable part of a small model's step; those of `home` never change.
+
+    @cached_property
+    def home_members(self) -> dict[int, Tensor]:
+        """`home` cut into members, by registry index. Where whole gradients are kept."""
+        assert self.home is not None
+        return {member.info.index: member.view(self.home) for member in self.members}
+
+    @cached_property
+    def home_shards(self) -> list[Tensor]:
+        """This rank's part of `home` cut into shards."""
+        assert self.home is not None
+        return self.cut(self.home if self.home.numel() == self.master.numel() else self.home[self.own])
+
+    def cut(self, own: Tensor) -> list[Tensor]:
+        """``own``, as large as this rank's shard of the bucket, in the shapes of the parameters' shards."""
+        return [own[at : at + s.parameter.numel()].view(s.parameter.shape) for s, at in self.shards]
+
+    def gradients(self) -> list[Tensor]:
+        """The window's reduced gradients of the shards, in master precision."""
+        assert self.result is not None
+        if self.result.dtype != self.master.dtype:
+            return self.cut(self.result.to(self.master.dtype))
+        in_home = (
+            self.home is not None and self.result.untyped_storage().data_ptr() == self.home.untyped_storage().data_ptr()
+        )
+        return self.home_shards if in_home else self.cut(self.result)
 
 
 class BucketReduction:
@@ -108,6 +143,7 @@ class BucketReduction:
         self._overlaps = True
         self._has_deferred = False
         self._num_rounds = 0
+        self._scales: set[float | None] = set()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -124,6 +160,7 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            self._scales.add(running_scale())
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -150,11 +187,12 @@ class BucketReduction:
             return
         if bucket.collect is None:
             bucket.collect = self._collect_buffer(bucket)
+        home = bucket.home_members if bucket.collect is bucket.home else None
         firsts: tuple[list[Tensor], list[Tensor]] = ([], [])
         further: tuple[list[Tensor], list[Tensor]] = ([], [])
         for member, gradient in bucket.arrivals:
             views, gradients = further if member.collected else firsts
-            views.append(member.view(bucket.collect))
+            views.append(home[member.info.index] if home is not None else member.view(bucket.collect))
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             member.collected = True
         bucket.arrivals.clear()
@@ -199,13 +237,8 @@ class BucketReduction:
         if self._num_rounds == 0 or self._has_deferred or waiting:
             self._finish_round()
         for bucket in self.buckets:
-            assert bucket.result is not None
-            gradients = bucket.result
-            if gradients.dtype != bucket.master.dtype:
-                gradients = gradients.to(bucket.master.dtype)
-            for shard, offset in bucket.shards:
-                master = shard.parameter
-                master.grad = gradients[offset : offset + master.numel()].view(master.shape)
+            for (shard, _), gradient in zip(bucket.shards, bucket.gradients(), strict=True):
+                shard.parameter.grad = gradient
 
     def _end_pass(self) -> None:
         """A backward without reduction is over: its gradients wait in the buckets."""
@@ -258,9 +291,9 @@ class BucketReduction:
             collected.div_(self._predivide_factor)
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            pending = self.shard_group.reduce_scatter(wire, bucket.bounds)
+            pending = self.shard_group.reduce_scatter(wire, bucket.bounds, f"reducing gradients of {bucket.name}")
         else:
-            pending = self.replicate_group.all_reduce(wire)
+            pending = self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
         self._in_flight.append((bucket, collected, wire, pending))
 
     def _complete(self) -> None:
@@ -303,6 +336,20 @@ class BucketReduction:
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
 
+    def scales(self) -> set[float | None]:
+        return self._scales
+
+    @torch.no_grad()
+    def adopt_gradients(self, indices: set[int]) -> None:
+        for bucket in self.buckets:
+            for member in bucket.members:
+                member.in_window |= member.info.index in indices
+            for shard, offset in bucket.shards:
+                if shard.info.index in indices and bucket.result is not None and shard.parameter.grad is not None:
+                    held = bucket.result[offset : offset + shard.parameter.numel()]
+                    if held.data_ptr() != shard.parameter.grad.data_ptr():
+                        held.copy_(shard.parameter.grad.view(-1))
+
     def drop_gradients(self, indices: set[int]) -> None:
         for shard in self.shards:
             if shard.info.index in indices:
@@ -314,7 +361,8 @@ class BucketReduction:
         for bucket in self.buckets:
             if bucket.master.data_ptr() != bucket.values[bucket.own].data_ptr():
                 bucket.values[bucket.own].copy_(bucket.master)
-            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds))
+            what = f"gathering the updated {bucket.name}"
+            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds, what))
         for gather in pending:
             gather.wait()
         # parameters alias the buckets through .data, so autograd must be told that they changed
@@ -329,6 +377,7 @@ class BucketReduction:
     def zero_gradients(self) -> None:
         self._reducing = self._has_deferred = False
         self._num_rounds = 0
+        self._scales.clear()
         while self._in_flight:
             self._complete()
         for bucket in self.buckets:

@@ -19,8 +19,6 @@ Granularity = Literal["elementwise", "whole"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (torch.bfloat16, torch.float16)
-MIN_NUM_BUCKETS, MIN_BUCKET_ELEMENTS = 4, 1 << 16
-"""A small model is cut too, so that its first reductions overlap with the rest of the backward."""
 ALIGNMENT = 16
 """Elements; shards start at 64-byte boundaries in fp32, as vector instructions like them."""
 
@@ -53,8 +51,7 @@ def build_buckets(
         owners = assign_owners([info.numel for info, _ in parameters], shard_group.size)
     owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
     buckets = []
-    share = sum(info.numel for info, _ in parameters) // MIN_NUM_BUCKETS
-    for run in _runs(list(reversed(parameters)), min(zero.bucket_elements, max(share, MIN_BUCKET_ELEMENTS))):
+    for run in _runs(list(reversed(parameters)), zero.bucket_elements):
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
             bounds = [0]
