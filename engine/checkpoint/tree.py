@@ -65,9 +65,10 @@ class OptimizerState(Protocol):
 class StateTree:
     """The state of one engine on one rank.
 
-    ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds. ``writes_shards``: whether this rank is the one of its replicas that
-    saves them; what is on every rank comes from rank 0. ``buffers`` gives the persistent ones as they are now, for a
-    module may replace its own. ``config`` is the resolved config as JSON. All ranks construct it.
+    ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
+    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
+    rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
+    resolved config as JSON. All ranks construct it.
     """
 
     def __init__(
