@@ -165,7 +165,7 @@ class StateTree:
         )
         if self._background is None:
             return save.complete(self._exchange)
-        save.detach(self._exchange)
+        save.detach(self._exchange, self._background.host)
         self._background.submit(save)
         return save.directory / save.tag
 
