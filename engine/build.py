@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
@@ -23,6 +24,7 @@ from engine.model import zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
+from engine.optim.compressed import connect
 from engine.optim.factory import granularity
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
@@ -30,7 +32,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry, check_free, claim
+from engine.parameters import ParameterRegistry, check_free, claim, persistent_buffers
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -67,6 +69,7 @@ def build(
     curriculum = build_curriculum(plan, model, loader)
     sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
+    connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
@@ -79,17 +82,19 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=partial(_persistent_buffers, model),
+        empty=[info for info in registry.infos if not info.numel],
+        buffers=partial(persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
-        rank=mesh.rank,
+        mesh=mesh,
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
-        tag_validation=plan.config.checkpoint.tag_validation,
+        settings=plan.config.checkpoint,
     )
     scheduled = None if isinstance(schedule, NoSchedule) else ScheduleState(schedule)
     state.add(scheduled, precision, loader, curriculum if isinstance(curriculum, Stateful) else None, RandomStates())
+    state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     claim(model)
@@ -104,6 +109,7 @@ def build(
         autocast=_autocast(plan, device),
         watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
+        frozen=data_parallel.frozen,
         training_dataloader=loader,
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,
@@ -122,11 +128,6 @@ def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) 
     if lr_scheduler is None:
         return build_schedule(plan.schedule, optimizer)
     return client_schedule(lr_scheduler, optimizer)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _autocast(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

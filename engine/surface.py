@@ -20,6 +20,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
+from engine.weights import save_16bit_model
 from engine.window import Window
 
 log = logging.getLogger("engine")
@@ -164,10 +165,15 @@ class Surface:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        metric: float | None = None,
     ) -> bool:
         """Save all that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
 
-        Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
+        ``metric``: what ``checkpoint.keep_best`` compares, lower is better. With ``checkpoint.async`` the files are
+        written after the return: `wait_for_checkpoint` tells how it ended, and rank 0 logs a failure.
+
+        Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
+        not; nothing half-written stays.
         """
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
@@ -176,9 +182,20 @@ class Surface:
                 self._window.num_micro_steps,
             )
         tag = tag or default_tag(self.global_steps)
-        self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, metric)
         self._window.leave_out(started)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save that runs in the background, if any, is on the disk. All ranks call it.
+
+        Raises CheckpointError, an EngineError, on all ranks alike, where it failed.
+        """
+        started = time.perf_counter()
+        failure = self._state.wait()
+        self._window.leave_out(started)
+        if failure is not None:
+            raise failure
 
     def load_checkpoint(
         self,
@@ -212,6 +229,22 @@ class Surface:
                 self._batches = None
         return result
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights that forward reads, in its dtype, to one file that plain PyTorch loads. All ranks call it.
+
+        A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
+        needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
+        """
+        started = time.perf_counter()
+        saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        self._window.leave_out(started)
+        return saved
+
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Scalars of your own, ``(name, value, global samples)``, to every monitor that is on."""
         self.watchers.write_events(events)
@@ -221,7 +254,8 @@ class Surface:
         self._stop_signal = signal_number
 
     def destroy(self) -> None:
-        """Let go of hooks, watchers and the process group that `initialize` made."""
+        """Finish a save under way; let go of hooks, watchers and the process group that `initialize` made."""
+        self._state.wait()
         self.roles.reduction.close()
         release(self.module)
         self.watchers.close()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
@@ -21,6 +23,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
 foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_
+foreach_max = torch._foreach_max
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
@@ -34,6 +37,14 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     The mark that torch.amp.GradScaler looks for on fused optimizers; goes when torch documents one.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def default_store() -> dist.Store | None:
+    """The store at which the ranks of the default process group met; None without a group or with one that has none.
+
+    Goes when torch gives public access to it.
+    """
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -59,3 +70,37 @@ def tree_map_named_tensors(function: Callable[[str, Tensor], Tensor], tree: Any)
         return function(".".join(map(str, parts)), leaf)
 
     return _pytree.tree_map_with_path(apply, tree)
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store:
+    """The key-value store through which the ranks of ``group`` (None: the default one) met.
+
+    `ProcessGroup.get_group_store` is public but undocumented; where it is missing, torch's own getter of the default
+    store is the only other way. Goes when torch documents one.
+    """
+    get = getattr(group, "get_group_store", None)
+    return get() if get is not None else dist.distributed_c10d._get_default_store()
+
+
+_veto: list[Callable[[list[Tensor]], bool]] = []
+
+
+def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
+    """Let ``is_vetoed(gradients)`` see what `torch.nn.utils.clip_grad_norm_` is about to clip; where it says so, the
+    norm is taken for 0, which clips nothing.
+
+    A hook into a private helper, as torch offers none: scripts hold ``clip_grad_norm_`` itself under names of their
+    own, and what it looks up at each call is this. Goes when parameters can refuse to be clipped.
+    """
+    module = torch.nn.utils.clip_grad
+    if not _veto:
+        take_norm = module._get_total_norm
+
+        def take_norm_or_zero(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+            gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            norm = take_norm(gradients, *args, **kwargs)
+            return torch.zeros_like(norm) if any(veto(gradients) for veto in _veto) else norm
+
+        module._get_total_norm = take_norm_or_zero
+    if is_vetoed not in _veto:
+        _veto.append(is_vetoed)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config
+from engine.cli.options import Parser, add_config_options, positive, read_config
 from engine.cli.pictures import MISSING, draw_histogram, have_matplotlib
-from engine.cli.prepare import config_base, open_corpus
+from engine.cli.prepare import base_of, open_corpus
 from engine.contracts import EngineError
 from engine.launch import RankEnvironment
 from engine.launch.threads import thread_environment
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     if path is None:
         parser.error("a config is needed: ptrain analyze FILE")
 
-    from engine.plan import plan
+    from engine.plan import imagined_world, plan
 
     config = read_config(path, arguments.overrides, arguments.lenient)
     environment = RankEnvironment.read()
@@ -123,7 +123,7 @@ def _function(config: Config, name: str) -> Callable[..., Any] | None:
     if target is None:
         return None
     try:
-        return load_target(target, config_base(config))
+        return load_target(target, base_of(config))
     except EngineError as error:
         # It is written for the model's target, the usual one.
         raise EngineError(str(error).replace("model.target", f"curriculum_metrics.{name}.function")) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.options import Parser, add_config_options, positive, read_config, real_world
 from engine.cli.pictures import MISSING, draw_range, have_matplotlib
-from engine.cli.prepare import check_has_model, model_and_data
+from engine.cli.prepare import check_has_model
 from engine.contracts import EngineError, RunFailed
 from engine.launch import RankEnvironment
 from engine.launch.threads import thread_environment
@@ -111,6 +111,7 @@ def range_test(config: Config, steps: int | None, min_lr: float | None, max_lr: 
 
 def _work(config: Config, test: RangeTest, output: Path, is_first: bool) -> int:
     from engine.cli.range_curve import RangeCurve
+    from engine.cli.train import model_and_data
     from engine.entry import initialize
     from engine.watch.summary import write_json
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
 from engine.launch.signals import LAUNCHER_PID
-from engine.plan import World
+from engine.plan.plan import World
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -35,6 +35,12 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
 
 
+def add_world_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """``--world``; without a default the config's own sizes say how many ranks they fit."""
+    known = "as many as its sizes fit" if default is None else default
+    parser.add_argument("--world", type=positive, default=default, metavar="N", help=f"ranks (default: {known})")
+
+
 def positive(text: str) -> int:
     """An argparse type."""
     value = int(text)
@@ -48,17 +54,14 @@ def terminal_columns() -> int:
     return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
-def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
-    """Raises ConfigError with everything that is wrong."""
-    from engine.config import load_config
+def read_config(path: str, overrides: list[str], lenient: bool, size: int | None = None) -> Config:
+    """Raises ConfigError with everything that is wrong; what the plan finds for ``size`` ranks, or as many as fit, is
+    told along."""
+    from engine.config import examine
+    from engine.plan import usable
 
-    return load_config(path, overrides=overrides, lenient=lenient)
-
-
-def imagined_world(config: Config, size: int, how: str) -> World:
-    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
-    device = "cpu" if config.device == "auto" else config.device
-    return World(size=size, local_size=size, device=device, device_count=0, how=how)
+    found = examine(path, overrides=overrides, lenient=lenient)
+    return usable(found, size)
 
 
 def real_world(config: Config, environment: RankEnvironment, nproc: int | None) -> World:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config
+from engine.cli.options import Parser, add_config_options, positive, read_config
 from engine.cli.pictures import check_picture, draw_curves, require_matplotlib
 from engine.contracts import EngineError
 
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     output = arguments.output or Path("output") / Path(path).stem / "schedule.png"
     check_picture(output)
 
-    from engine.plan import plan
+    from engine.plan import imagined_world, plan
 
     config = read_config(path, arguments.overrides, arguments.lenient)
     resolved = plan(config, imagined_world(config, arguments.world, "--world"))

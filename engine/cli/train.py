@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.options import (
     Parser,
     add_config_options,
-    imagined_world,
     positive,
     read_config,
     real_world,
     terminal_columns,
 )
-from engine.cli.prepare import check_can_train, config_base, model_and_data
+from engine.cli.prepare import base_of, check_has_model, open_corpus
 from engine.cli.resolved import resolved_config
 from engine.contracts import EngineError, RunFailed
 from engine.launch import RankEnvironment, StopRequest
@@ -48,8 +48,9 @@ def run(argv: Sequence[str]) -> int:
     """Returns the exit code; raises EngineError for the user's mistakes and RunFailed when training cannot go on."""
     arguments = _parse(argv)
     environment = RankEnvironment.read()
-    config = read_config(arguments.config, arguments.overrides, arguments.lenient)
-    from engine.plan import plan
+    size = arguments.nproc or (environment.world_size if environment.launcher != "single" else None)
+    config = read_config(arguments.config, arguments.overrides, arguments.lenient, size)
+    from engine.plan import imagined_world, plan
 
     if arguments.dry_run:
         size = arguments.nproc or environment.world_size
@@ -73,11 +74,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        "ptrain",
-        "Train a model as a config says. Other commands (--help): ptrain plan, validate, schema, "
-        "analyze, lr-range, plot-schedule.",
-    )
+    parser = Parser("ptrain train", "Train a model as a config says.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"
@@ -94,6 +91,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     add_config_options(parser)
     return parser.parse_args(argv)
+
+
+def check_can_train(config: Config) -> None:
+    """What `initialize()` from Python does not need and a run from the command line does."""
+    check_has_model(config)
+    if config.training.steps is None and config.training.num_epochs is None:
+        where = config.source or "the config"
+        raise EngineError(f"{where}: training.steps is missing; set it, or training.num_epochs")
 
 
 def check_output(output: Path) -> None:
@@ -134,6 +139,7 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
+    base = base_of(config)
     model, corpus = model_and_data(config)
     model_engine, *_ = initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
@@ -142,16 +148,19 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     try:
         resume(model_engine, options, say=first)
         if first:
-            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, config_base(config)))
+            write_json(options.output / "config.resolved.json", resolved_config(model_engine.plan, base))
         loop = TrainingLoop(model_engine, corpus, options.output / CHECKPOINTS, stop)
         code = loop.run()
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+            loop.check_saved()
             report = model_engine.last_report
             if report is not None and report.loss is not None and not math.isfinite(report.loss):
                 raise RunFailed(f"the run ended with a loss of {report.loss}: it diverged; lower the learning rate")
     except EngineError:
+        with suppress(EngineError):  # raised on all ranks alike: a save in the background can still be finished
+            model_engine.wait_for_checkpoint()
         raise
     except Exception as error:
         if (failure := explain(error, step=model_engine.global_steps + 1)) is None:
@@ -162,6 +171,19 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
     model_engine.destroy()
     return code
+
+
+def model_and_data(config: Config) -> tuple[Any, Any]:
+    """The model that `model` describes, the same on every rank, and the text that `data` names."""
+    import torch
+
+    from engine.cli.target import bind_arguments, build_model, load_target
+
+    assert config.model is not None
+    target = load_target(str(config.model.target), base_of(config))
+    corpus = open_corpus(config, vocabulary_size(config, bind_arguments(target, config.model.args)))
+    torch.manual_seed(config.seed)
+    return build_model(target, config.model.args), corpus
 
 
 def resume(model_engine: Any, options: RunOptions, say: bool) -> None:
@@ -199,3 +221,11 @@ def named_checkpoint(path: Path) -> tuple[Path, str | None]:
 
 def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+def vocabulary_size(config: Config, arguments: dict[str, Any]) -> int | None:
+    """The vocabulary that token ids are checked against: the model's argument of that name, else the config's."""
+    for name in ("vocabulary_size", "vocab_size"):
+        if isinstance(arguments.get(name), int):
+            return int(arguments[name])
+    return config.vocabulary_size

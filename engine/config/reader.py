@@ -21,6 +21,8 @@ MAX_BYTES = 2 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 64
 MAX_PROBLEMS = 100
+MAX_VALUES = 20_000
+MAX_KEY_LENGTH = 200
 
 _SPACE = re.compile(r"(?:[ \t\r\n\f\v\u00a0\ufeff]++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 _STRING = {quote: re.compile(rf"{quote}((?:[^{quote}\\\n]++|\\.)*+){quote}") for quote in "\"'"}
@@ -30,6 +32,7 @@ _WORD = re.compile(r"[^\s,:\[\]{}\"'#/]+")
 _PLACEHOLDER = re.compile(
     r"\{\{\s*([^{}\n]*?)\s*\}\}|\$\{\s*([^{}\n]*?)\s*\}|<\s*([A-Za-z_][\w .-]*?)\s*>|%\((\w+)\)[sd]"
 )
+_CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+[a-z]{0,2})+")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON = {"True": True, "False": False, "None": None, "TRUE": True, "FALSE": False, "NULL": None, "Null": None}
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Inf", "-Inf", "+Infinity"}
@@ -53,6 +56,15 @@ class _Stop(Exception):
 
 _UNREADABLE: Any = object()
 
+_RIGHT = {
+    "duplicate-key": "each key once",
+    "placeholder": "a value",
+    "python": "true, false or null",
+    "not-finite": "a finite number",
+    "too-deep": f"at most {MAX_DEPTH} levels",
+}
+"""What would be right, by the code of a problem."""
+
 
 def placeholder(text: str) -> str | None:
     """The name of an unfilled template placeholder in a text, or None."""
@@ -62,12 +74,17 @@ def placeholder(text: str) -> str | None:
     return next(group for group in match.groups() if group is not None) or match[0]
 
 
+def looks_unfilled(text: str) -> bool:
+    """Whether a text is written as the placeholders of shell templates are: ``CL_CLUSTER_PATH``, ``MBSIZE_1st``."""
+    return _CAPITALS.fullmatch(text) is not None
+
+
 def read_text(text: str, file: str | None = None) -> Document:
     """Read JSON text. Never raises: what is wrong is in ``problems``."""
     document = Document(places=Places(file=file))
     if not text.strip("\ufeff \t\r\n"):
         document.problems.append(
-            Problem("", "is empty", "syntax", file, 1, 1, allowed="a JSON object", repair="write at least {}")
+            Problem("", "is empty", "syntax", file, 1, 1, "", allowed="a JSON object", repair="write at least {}")
         )
         document.complete = False
         return document
@@ -83,6 +100,7 @@ class _Reader:
         self.text = text
         self.document = document
         self.at = 0
+        self.num_values = 0
         self.starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def place(self, at: int) -> tuple[int, int]:
@@ -91,6 +109,9 @@ class _Reader:
 
     def problem(self, at: int, path: Path, message: str, code: str = "syntax", **more: Any) -> None:
         line, column = self.place(at)
+        more.setdefault("found", self.text[at : at + 20].partition("\n")[0].strip() or None)
+        more.setdefault("repair", "correct the text here")
+        more.setdefault("options", (_RIGHT.get(code, "JSON, with comments and trailing commas"),))
         problems = self.document.problems
         problems.append(Problem(join_path(path), message, code, self.document.places.file, line, column, **more))
         if len(problems) >= MAX_PROBLEMS:
@@ -131,6 +152,11 @@ class _Reader:
         while (char := self.skip()) != "}":
             start = self.at
             key = self.key(char, path, opening)
+            if len(key) > MAX_KEY_LENGTH:
+                shown = show(key)
+                allowed = f"at most {MAX_KEY_LENGTH}"
+                self.problem(start, path, f"is a key of {len(key)} letters", "too-long", found=shown, allowed=allowed)
+                raise _Stop
             here = (*path, key)
             if self.skip() != ":":
                 self.problem(self.at, here, f"there is no colon after the key {show(key)}", repair='write "key": value')
@@ -144,7 +170,7 @@ class _Reader:
                     start,
                     here,
                     f"the key is written twice, on lines {line} and {self.place(start)[0]}",
-                    "duplicate_key",
+                    "duplicate-key",
                     found=key,
                     repair="keep one of them",
                 )
@@ -180,7 +206,7 @@ class _Reader:
 
     def check_depth(self, path: Path, depth: int) -> None:
         if depth > MAX_DEPTH:
-            self.problem(self.at, path[:3], f"is nested more than {MAX_DEPTH} deep", "too_deep")
+            self.problem(self.at, path[:3], f"is nested more than {MAX_DEPTH} deep", "too-deep")
             raise _Stop
 
     def key(self, char: str, path: Path, opening: int) -> str:
@@ -193,9 +219,11 @@ class _Reader:
             name = "a second comma" if char == "," else show(char)
             self.problem(self.at, path, f"{name} stands where a key should be", repair='write "key": value')
             raise _Stop
-        self.problem(self.at, (*path, match[0]), "the key has no quotes", found=match[0], repair=f'write "{match[0]}"')
+        word = match[0]
+        shown = show(word)
+        self.problem(self.at, (*path, word[:60]), "the key has no quotes", found=word[:60], repair=f"write {shown}")
         self.at = match.end()
-        return match[0]
+        return word
 
     def separator(self, closing: str, path: Path, opening: int) -> None:
         before = self.at
@@ -227,6 +255,11 @@ class _Reader:
 
     def value(self, path: Path, depth: int) -> Any:
         char = self.skip()
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            message = f"the file holds more than {MAX_VALUES} values, which is no config"
+            self.problem(self.at, path, message, "too-long", repair="is this the right file?")
+            raise _Stop
         if match := _PLACEHOLDER.match(self.text, self.at):
             return self.unfilled(match[0], placeholder(match[0]) or match[0], path)
         if char == "{":
@@ -260,22 +293,25 @@ class _Reader:
                 start,
                 path,
                 f"{word} is not a number that JSON has",
-                "not_finite",
+                "not-finite",
                 found=word,
                 allowed="a finite number",
             )
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
-            self.problem(start, path, f"{show(word)} is not a JSON number", found=word, allowed="such as 12, -0.5, 5e8")
+            self.problem(
+                start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8"
+            )
             return _UNREADABLE
         if word[0].isalpha() or word[0] in "_$@%<":
             self.at = start
             if word.lower() == word and word.isalpha():
                 self.at += len(word)
-                self.problem(start, path, f"the text {word} has no quotes", found=word, repair=f'write "{word}"')
+                shown = show(word)
+                self.problem(start, path, f"the text {shown} has no quotes", found=shown, repair=f"write {shown}")
                 return _UNREADABLE
-            return self.unfilled(word, word.strip("$@%<>"), path)
-        self.problem(start, path, f"{show(word)} is not a JSON value", found=word)
+            return self.unfilled(word, word.strip("$@%<>") or word, path)
+        self.problem(start, path, f"{show(word)} is not a JSON value", found=show(word))
         return _UNREADABLE
 
     def number(self, word: str, path: Path, start: int) -> Any:
@@ -285,7 +321,7 @@ class _Reader:
                 start,
                 path,
                 f"is a number of {digits} digits",
-                "too_long",
+                "too-long",
                 found=word[:20] + "...",
                 allowed=f"at most {MAX_DIGITS}",
             )
@@ -293,7 +329,7 @@ class _Reader:
         value: int | float = int(word) if word.lstrip("-").isdigit() else float(word)
         if abs(value) > 1e300:
             self.problem(
-                start, path, f"{word} is too large a number", "not_finite", found=word, allowed="a finite number"
+                start, path, f"{word} is too large a number", "not-finite", found=word, allowed="a finite number"
             )
             return _UNREADABLE
         return value
@@ -302,9 +338,9 @@ class _Reader:
         self.problem(
             self.at,
             path,
-            f"the placeholder {name} has not been filled in",
+            f"the placeholder {name[:60]} has not been filled in",
             "placeholder",
-            found=text,
+            found=text[:60],
             repair="put a value in its place",
         )
         self.at += len(text)

@@ -74,7 +74,7 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def count_tokens(batch: Any) -> int:
-    """Tokens (local) in a batch: the elements of its first integer tensor of two dimensions, else of more, 0 if none."""
+    """Tokens (local) of a batch: elements of its first integer tensor of two dimensions, else of more; 0 if none."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim >= 2]
     integers = [leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex()]
     return next((leaf.numel() for leaf in sorted(integers, key=lambda leaf: leaf.ndim > 2)), 0)

@@ -4,8 +4,11 @@
 (`from engine.plan.plan import ...`) and are all exported here.
 """
 
+from engine.plan.diff import Change, Difference, diff
 from engine.plan.estimates import MemoryEstimate, estimate_memory
+from engine.plan.explain import Explained, Explanation, explain
 from engine.plan.facts import ModelFacts
+from engine.plan.fitting import fitting_world
 from engine.plan.plan import (
     BatchPlan,
     CurriculumMetric,
@@ -23,14 +26,20 @@ from engine.plan.plan import (
 )
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
-from engine.plan.verdict import Verdict, verdict
+from engine.plan.traffic import TrafficEstimate, estimate_traffic
+from engine.plan.verdict import Verdict, usable, validate, verdict
+from engine.plan.world import imagined_world
 
 __all__ = [
     "BatchPlan",
+    "Change",
     "CurriculumMetric",
     "CurriculumPlan",
     "Degrees",
+    "Difference",
     "DifficultySchedule",
+    "Explained",
+    "Explanation",
     "LossScalePlan",
     "MemoryEstimate",
     "ModelFacts",
@@ -39,12 +48,20 @@ __all__ = [
     "PrecisionPlan",
     "Resolved",
     "SchedulePlan",
+    "TrafficEstimate",
     "Verdict",
     "World",
     "ZeroPlan",
+    "diff",
     "estimate_memory",
+    "estimate_traffic",
+    "explain",
+    "fitting_world",
+    "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "usable",
+    "validate",
     "verdict",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine.plan.one_bit import ONE_BIT, note_consumed
 from engine.plan.optimizer_table import (
     DECOUPLED_DECAY_OF_TORCH,
     MUON_ADAM_GROUP,
@@ -34,7 +35,11 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     if name is None:
         return None
     if name in UNUSABLE:
-        findings.problem(PATH, f"{name} {UNUSABLE[name]}", found=name)
+        repair = "choose another optimizer"
+        options = tuple(OPTIMIZERS)
+        findings.problem(
+            PATH, f"{name} {UNUSABLE[name]}", found=name, repair=repair, code="unusable-type", options=options
+        )
         return None
     if name not in OPTIMIZERS:
         if PATH in config.not_built:
@@ -44,6 +49,8 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     spec = OPTIMIZERS[name]
     for key in spec.consumed.keys() & given.keys():
         _check_consumed(name, key, given[key], spec.consumed[key], findings)
+        if name in ONE_BIT:
+            note_consumed(name, key, given[key], findings)
     kept = {key: _frozen(value) for key, value in given.items() if key not in spec.consumed}
     if name == "Muon":
         return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(kept))
@@ -68,7 +75,12 @@ def _check_consumed(name: str, key: str, value: Any, honoured: Any, findings: Fi
     path = f"{PARAMS}.{key}"
     if key in ("bias_correction", "amsgrad"):
         findings.problem(
-            path, f"{name} is built with {key} {_json(honoured)} only", found=value, allowed=_json(honoured)
+            path,
+            f"{name} is built with {key} {_json(honoured)} only",
+            found=value,
+            allowed=_json(honoured),
+            repair=f"leave {key} out",
+            code="value",
         )
     else:
         reason = {

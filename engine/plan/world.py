@@ -20,6 +20,12 @@ def describe_world(world: World) -> str:
     return f"world size {world.size} ({world.how})" if world.how else f"world size {world.size}"
 
 
+def imagined_world(config: Config, size: int, how: str) -> World:
+    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
+    device = "cpu" if config.device == "auto" else config.device
+    return World(size=size, local_size=size, device=device, device_count=0, how=how)
+
+
 def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees:
     """Stage 0 replicates over all ranks, stages 1 to 3 shard over all; MiCS shards in groups of ranks."""
     stage = config.zero_optimization.stage
@@ -39,7 +45,8 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
         findings.problem(
             MICS,
             f"parameters in shards of {size} ranks need stage 3; "
-            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')}), where DeepSpeed "
+            "ignores it",
             found=size,
             allowed="-1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove mics_shard_size",
@@ -50,6 +57,7 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
             MICS,
             f"{size} does not divide the {plural(dp, 'data-parallel rank')} of "
             f"{describe_world(world)}{_remainder(dp, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(dp))),
             repair="choose one of the divisors or change the number of ranks",
@@ -68,7 +76,8 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.problem(
             HPZ,
             f"a second copy of sharded parameters over {size} ranks needs stage 3; "
-            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')}), where DeepSpeed "
+            "ignores it",
             found=size,
             allowed="1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove zero_hpz_partition_size",
@@ -79,6 +88,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.problem(
             HPZ,
             f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over{_remainder(shard, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(shard))),
             repair="choose one of the divisors or change the number of ranks",

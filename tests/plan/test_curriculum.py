@@ -72,8 +72,13 @@ REFUSED = {
     ),
     "a difficulty above the maximum": (
         legacy(**{**DISCRETE, "max_difficulty": 32}),
-        "schedule_config.difficulty[2]",
-        "64 lies outside min_difficulty 8 to max_difficulty 32",
+        "schedule_config.difficulty",
+        "holds 64, which is never reached: max_difficulty is 32",
+    ),
+    "a difficulty below the minimum": (
+        legacy(**{**DISCRETE, "min_difficulty": 16}),
+        "schedule_config.difficulty",
+        "holds 8, which is never used: min_difficulty is 16",
     ),
     "a maximum that is never reached": (
         legacy(**{**DISCRETE, "max_difficulty": 128}),

@@ -37,7 +37,12 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
             yield Fault(key, "is missing")
     low, high = section.min_difficulty, section.max_difficulty
     if low is not None and high is not None and low > high:
-        yield Fault("min_difficulty", f"{low} is above max_difficulty {high}", f"at most {high}")
+        yield Fault(
+            "min_difficulty",
+            f"{low} is above max_difficulty {high}",
+            f"at most {high}",
+            depends=("max_difficulty",),
+        )
         return
     config = section.schedule_config or CurriculumScheduleSection()
     for key in _REQUIRED.get(section.schedule_type or "", ()):
@@ -50,6 +55,7 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
                 "schedule_config.max_step",
                 f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
                 f"{wanted}: one less than difficulty",
+                depends=("schedule_config.difficulty",),
             )
     if section.compat is None and low is not None and high is not None:
         yield from _unreachable(section.schedule_type, config, low, high)
@@ -71,23 +77,20 @@ def _unreachable(
                     f"{size} does not divide {key} {value}: {value} = {value // size:g} x {size} + {value % size:g}",
                     f"a divisor of {value}",
                     f"set {key} to {fits}, or difficulty_step to a divisor; {deepspeed}",
+                    depends=(key,),
                 )
-    if schedule_type == "fixed_discrete":
-        for index, value in enumerate(config.difficulty or ()):
-            if not low <= value <= high:
-                yield Fault(
-                    f"schedule_config.difficulty[{index}]",
-                    f"{value} lies outside min_difficulty {low} to max_difficulty {high}",
-                    f"{low} to {high}",
-                    deepspeed,
-                )
-        if config.difficulty and max(config.difficulty) < high:
-            yield Fault(
-                "max_difficulty",
-                f"{high} is never reached: the largest of schedule_config.difficulty is {max(config.difficulty)}",
-                f"{max(config.difficulty)}",
-                deepspeed,
-            )
+    if schedule_type == "fixed_discrete" and config.difficulty:
+        least, largest = min(config.difficulty), max(config.difficulty)
+        where, ends = "schedule_config.difficulty", ("min_difficulty", "max_difficulty")
+        if largest > high:
+            message = f"holds {largest}, which is never reached: max_difficulty is {high}"
+            yield Fault(where, message, f"at most {high}", f"raise max_difficulty; {deepspeed}", depends=ends)
+        if least < low:
+            message = f"holds {least}, which is never used: min_difficulty is {low}"
+            yield Fault(where, message, f"at least {low}", f"lower min_difficulty; {deepspeed}", depends=ends)
+        if largest < high:
+            message = f"{high} is never reached: the largest of {where} is {largest}"
+            yield Fault("max_difficulty", message, f"{largest}", deepspeed, depends=(where,))
         steps = config.max_step or []
         if any(later <= earlier for earlier, later in pairwise(steps)):
             yield Fault("schedule_config.max_step", f"{steps} does not ascend", "steps in ascending order")
@@ -220,7 +223,8 @@ class SamplingCurriculumSection(Section):
             yield Fault("curriculum_metrics", "is empty, and the curriculum is enabled", "at least one metric")
         for name, metric in self.curriculum_metrics.items():
             for fault in _schedule_faults(metric):
-                yield fault._replace(key=f"curriculum_metrics.{name}.{fault.key}")
+                above = f"curriculum_metrics.{name}."
+                yield fault._replace(key=above + fault.key, depends=tuple(above + key for key in fault.depends))
 
 
 class DynamicBatchingSection(Section):
@@ -329,7 +333,10 @@ class RandomLtdSection(Section):
         ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
         if ids is not None and count is not None and len(ids) != count:
             yield Fault(
-                "random_ltd_layer_id", f"names {len(ids)} layers; random_ltd_layer_num is {count}", f"{count} numbers"
+                "random_ltd_layer_id",
+                f"names {len(ids)} layers; random_ltd_layer_num is {count}",
+                f"{count} numbers",
+                depends=("random_ltd_layer_num",),
             )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
+from engine.collectives.stall import watch
 from engine.mesh import Mesh
 from engine.model.zero.fully_sharded import FullyShardedReduction, local_part, row_range
 from engine.model.zero.shards import ParameterShard, assign_owners
@@ -43,7 +44,10 @@ class OwnedParametersReduction(FullyShardedReduction):
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Adds what has come since the last time: gradients may be asked for inside a window."""
         present = [parameter.grad is not None for _, parameter in self.parameters]
+        if not any(present):  # the same on all ranks: FSDP2 reduces on all or on none
+            return
         gradients = self._to_owners(
             [local_part(p.grad if p.grad is not None else torch.zeros_like(p)) for _, p in self.parameters]
         )
@@ -51,7 +55,13 @@ class OwnedParametersReduction(FullyShardedReduction):
             parameter.grad = None
         owned = [(gradient, was) for gradient, was in zip(gradients, present, strict=True) if gradient is not None]
         for shard, (gradient, was_present) in zip(self.shards, owned, strict=True):
-            shard.parameter.grad = gradient if was_present else None
+            if was_present and shard.parameter.grad is not None:
+                shard.parameter.grad += gradient
+            elif was_present:
+                shard.parameter.grad = gradient
+
+    def adopt_gradients(self, indices: set[int]) -> None:
+        self._used |= indices & {info.index for info, _ in self.parameters}
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -72,7 +82,7 @@ class OwnedParametersReduction(FullyShardedReduction):
                         operations.append(self._operation(dist.isend, part, peer))
                 elif peer == self._group.rank:
                     operations.append(self._operation(dist.irecv, local.view(-1), owner))
-        _run(operations)
+        self._run(operations, "giving parameters back to their shards")
 
     def _to_owners(self, locals_: Sequence[Tensor]) -> list[Tensor | None]:
         """Whole tensors of the parameters that this rank owns (None for the others), from every rank's rows."""
@@ -93,7 +103,7 @@ class OwnedParametersReduction(FullyShardedReduction):
                 elif start < stop:
                     operations.append(self._operation(dist.irecv, whole[start:stop], peer))
             wholes.append(whole.view(info.shape))
-        _run(operations)
+        self._run(operations, "collecting whole parameters")
         return wholes
 
     def _operation(self, kind, tensor: Tensor, peer: int) -> dist.P2POp:  # type: ignore[no-untyped-def]
@@ -101,8 +111,7 @@ class OwnedParametersReduction(FullyShardedReduction):
             self._group.ledger.add(self._group.axis, "send", tensor.numel() * tensor.element_size())
         return dist.P2POp(kind, tensor, group=self._group.group, group_peer=peer)
 
-
-def _run(operations: list[dist.P2POp]) -> None:
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    def _run(self, operations: list[dist.P2POp], what: str) -> None:
+        with watch.wait(self._group.ticket(what)):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
