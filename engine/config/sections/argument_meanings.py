@@ -73,6 +73,7 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
 
 SCHEDULER: Mapping[str, str] = MappingProxyType(
     {
+        "compat": '"deepspeed": the momentum begins at its minimum, and the second beta is 0.99.',
         "last_batch_iteration": "Where the schedule goes on; -1: at the start.",
         "warmup_min_lr": "The learning rate at the start of the warm-up.",
         "warmup_max_lr": "The learning rate at the end of the warm-up; null: the optimizer's.",
