@@ -41,7 +41,7 @@ def edit_rows(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     model_engine, *_ = engine.initialize(model=model, config=config_of(stage, 1, case, **STILL, **more))
     run_steps(model_engine, token_batch, 1)
     before = model_engine.full_parameters()
-    with deepspeed.zero.GatheredParameters(model.token_embedding.weight, modifier_rank=0) as (embedding,):
+    with deepspeed.zero.GatheredParameters(model.token_embedding.weight, modifier_rank=0) as (_,):
         assert model.token_embedding.weight.shape == (VOCABULARY_SIZE, 16)
         assert model.head.weight is model.token_embedding.weight
         if dist.get_rank() == 0:
@@ -138,7 +138,9 @@ def test_f3_a_shard_in_a_functional_loss_is_an_error_and_not_a_number(ranks):
 
 def load_whole(stage: int) -> dict[str, Tensor]:
     torch.manual_seed(5)
-    whole = {name: torch.randn_like(t) if t.is_floating_point() else t + 7 for name, t in Normalised().state_dict().items()}
+    whole = {
+        name: torch.randn_like(t) if t.is_floating_point() else t + 7 for name, t in Normalised().state_dict().items()
+    }
     case = Case(Normalised, zero={"prefetch_bucket_size": 1})
     model = case.model()
     model.load_state_dict(whole)
@@ -186,8 +188,14 @@ def through_other_names(stage: int) -> list[str]:
     utils.safe_set_full_grad(parameter, full * 3)
     utils.safe_update_full_grad_vectorized([parameter], lambda gradient, _: gradient + 1)
     name = "layers.0.weight"
-    found = model_engine.full_parameter(name), model_engine.full_optimizer_state(name, "exp_avg"), model_engine.full_gradient(name)
-    for what, tensor, expected in zip(("parameter", "state", "gradient"), found, (full, full * 2, full * 3 + 1), strict=True):
+    found = (
+        model_engine.full_parameter(name),
+        model_engine.full_optimizer_state(name, "exp_avg"),
+        model_engine.full_gradient(name),
+    )
+    for what, tensor, expected in zip(
+        ("parameter", "state", "gradient"), found, (full, full * 2, full * 3 + 1), strict=True
+    ):
         wrong += [] if torch.allclose(tensor, expected) else [f"{what} that was set"]
     locals_ = [
         utils.safe_get_local_fp32_param(parameter),
@@ -258,7 +266,10 @@ def test_what_cannot_be_read_is_refused_in_one_sentence_on_all_ranks(ranks, stag
             ("no state 'exp_avg' for layers.0.weight", "first step"),
             ("(13, 8)", "(2,)"),
             ("rank 0 in set_full_parameters", "rank 1 in", "checksum"),
-            ("rank 0 in full_parameters of layers.0.weight ", "rank 1 in full_parameters of layers.0.weight, layers.0.bias"),
+            (
+                "rank 0 in full_parameters of layers.0.weight ",
+                "rank 1 in full_parameters of layers.0.weight, layers.0.bias",
+            ),
         ],
         strict=True,
     ):

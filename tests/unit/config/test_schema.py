@@ -13,6 +13,7 @@ import pytest
 from engine.config import docs, examine, load_config, schema
 from engine.config.aliases import ALIASES
 from engine.config.places import join_path
+from engine.config.sections.arguments import OPTIMIZER_PARAMS
 from tests.unit.config.generated import Generator
 from tests.unit.config.test_suggest import keys
 from tests.unit.config.test_traps import CURRICULUM, INVALID, NOT_BUILT, VALID
@@ -128,3 +129,52 @@ def test_every_key_is_described() -> None:
         assert f"| `{path[-1]}` |" in page
     for old in ALIASES:
         assert f"`{join_path(old)}`" in page
+
+
+def test_every_property_tells_what_it_is(validator: Any) -> None:
+    """For hover help: a description and a default at each key, the values where they are few."""
+    made = validator.schema
+    silent, without_default, enums = [], [], 0
+    for name, definition in {"": made, **made["$defs"]}.items():
+        for key, field in definition.get("properties", {}).items():
+            if field is False or key == "$schema":
+                continue
+            silent += [] if "description" in field or "$ref" in field else [f"{name}.{key}"]
+            enums += "enum" in json.dumps(field)
+            if name.endswith("Section") and "$ref" not in field and "params" not in (name, key):
+                without_default += [] if "default" in field or key == "type" else [f"{name}.{key}"]
+    rules = json.dumps(made)
+    assert not silent
+    assert not without_default
+    assert enums > 20
+    assert rules.count('"if"') > 20
+
+
+def test_the_schema_explains_constructor_arguments(validator: Any) -> None:
+    arguments = validator.schema["$defs"]["OptimizerSection"]["properties"]["params"]["properties"]
+    assert arguments["lr"]["description"] == "The learning rate."
+    known = {argument for names in OPTIMIZER_PARAMS.values() for argument in names}
+    assert not {argument for argument in known if "description" not in arguments[argument]}
+
+
+def test_editors_find_the_schema() -> None:
+    """The paths in the examples' configs and in the editor's settings lead to the schema that is checked in."""
+    examples = schema.FILE.parents[1] / "examples"
+    configs = sorted(examples.glob("*/config.json"))
+    assert configs
+    for file in configs:
+        assert (file.parent / json.loads(file.read_text())["$schema"]).resolve() == schema.FILE
+        jsonschema.Draft202012Validator(schema.json_schema()).validate(json.loads(file.read_text()))
+    settings = json.loads((examples / ".vscode/settings.json").read_text())
+    (entry,) = settings["json.schemas"]
+    assert (examples / entry["url"]).resolve() == schema.FILE
+    matched = {file for pattern in entry["fileMatch"] for file in examples.glob(pattern.removeprefix("/"))}
+    assert matched == set(configs)
+
+
+def test_the_wheel_carries_the_schema() -> None:
+    import tomllib
+
+    project = tomllib.loads((schema.FILE.parents[1] / "pyproject.toml").read_text())
+    carried = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert carried == {"schemas/ptrain.schema.json": "engine/config/ptrain.schema.json"}
