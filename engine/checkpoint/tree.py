@@ -218,7 +218,9 @@ class StateTree:
         states = self._everywhere(manifest, lambda: self._decode(manifest, [part.name for part in wanted]))
         groups = None
         if optimizer and self._optimizer is not None:
-            groups = self._everywhere(manifest, lambda: self._decode(manifest, ["optimizer_groups"]))["optimizer_groups"]
+            groups = self._everywhere(manifest, lambda: self._decode(manifest, ["optimizer_groups"]))[
+                "optimizer_groups"
+            ]
             self._check_optimizer(manifest, groups)
         chunks = [*self._parameter_chunks((*self._trained, *self._frozen)), *self._buffer_chunks()]
         chunks += self._empty_chunks()
@@ -303,7 +305,9 @@ class StateTree:
         assert self._optimizer is not None
         kinds = self._optimizer.kinds if saved is None else saved.get("kinds") if isinstance(saved, dict) else None
         if kinds != self._optimizer.kinds:
-            known = kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
+            known = (
+                kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
+            )
             raise EngineError(
                 f"{manifest.path} holds the state of {' and '.join(known)}, but this run steps with "
                 f"{' and '.join(self._optimizer.kinds)}: use the same optimizer, or load with "

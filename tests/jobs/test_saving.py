@@ -78,9 +78,7 @@ def wait_for_text(stream: object, text: str) -> None:
     assert any(text in line for line in stream), f"{text!r} did not come"  # type: ignore[attr-defined]
 
 
-def test_saves_in_the_background(
-    small: Arguments, whole_run_of_two: tuple[Path, Finished], tmp_path: Path
-) -> None:
+def test_saves_in_the_background(small: Arguments, whole_run_of_two: tuple[Path, Finished], tmp_path: Path) -> None:
     expected, _ = whole_run_of_two
     output = tmp_path / "output"
     finished = run(small(output, {"checkpoint.async": True}, "--nproc", "2"))
@@ -89,8 +87,7 @@ def test_saves_in_the_background(
     assert column(output, "loss") == column(expected, "loss")
     for tag in tags(output)[:-1]:
         ours, theirs = (
-            (folder / "checkpoints" / tag / "rank_00000.safetensors").read_bytes()
-            for folder in (output, expected)
+            (folder / "checkpoints" / tag / "rank_00000.safetensors").read_bytes() for folder in (output, expected)
         )
         assert ours == theirs, tag
 

@@ -167,7 +167,9 @@ def saved_under(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        pytest.param(saved, loaded, id=f"{saved}-to-{loaded}", marks=[] if (saved, loaded) in QUICK else pytest.mark.slow)
+        pytest.param(
+            saved, loaded, id=f"{saved}-to-{loaded}", marks=[] if (saved, loaded) in QUICK else pytest.mark.slow
+        )
         for saved, loaded in PAIRS
     ],
 )

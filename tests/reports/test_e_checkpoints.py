@@ -193,7 +193,9 @@ def resume_from_weights(stage: int, folder: Path) -> tuple[list[str], list[str],
     model_engine.save_checkpoint(folder / "all")
     absent = what_loading_says(model_engine, folder / "weights")
     assert all(flat.eq(0.25).all() for _, _, _, flat in pieces_of(model_engine))
-    assert not any(state.get("exp_avg", torch.zeros(())).any() for state in model_engine.optimizer.named_state().values())
+    assert not any(
+        state.get("exp_avg", torch.zeros(())).any() for state in model_engine.optimizer.named_state().values()
+    )
     assert model_engine.global_steps == 0
     asked = what_loading_says(model_engine, folder / "all", load_module_only=True)
     partly = what_loading_says(
@@ -327,7 +329,9 @@ def test_e_a_save_on_one_rank_is_refused_and_names_the_others(ranks, tmp_path):
     alone, _, mixed = outcomes[0][0].partition(" / ")
     assert alone.startswith("save_checkpoint() was called by rank 0 and not by ranks 1, 2 within 0.5 s: all ranks must")
     assert outcomes[0][1] < 5
-    assert mixed.startswith("save_checkpoint() was called by ranks 0, 1 and not by rank 2 (load_checkpoint() by rank 2 i")
+    assert mixed.startswith(
+        "save_checkpoint() was called by ranks 0, 1 and not by rank 2 (load_checkpoint() by rank 2 i"
+    )
     assert list_tags(tmp_path) == ["global_step2"]
 
 

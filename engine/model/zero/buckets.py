@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.model.zero.arrivals import Inspection, running_scale
+from engine.model.zero.arrivals import Arrivals
 from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo
 from engine.torch_compat import foreach_add_, foreach_copy_
@@ -113,7 +113,7 @@ class Bucket:
         return self.home_shards if in_home else self.cut(self.result)
 
 
-class BucketReduction:
+class BucketReduction(Arrivals):
     """The `Reduction` role of stages 0 to 2. See the table above.
 
     ``divisor``: the gradients behind the shards are sums; dividing by it gives what the config asks for (the mean
@@ -131,6 +131,7 @@ class BucketReduction:
         predivide_factor: float,
         divisor: float,
     ) -> None:
+        super().__init__()
         self.buckets = list(buckets)
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.stage = stage
@@ -143,8 +144,6 @@ class BucketReduction:
         self._overlaps = True
         self._has_deferred = False
         self._num_rounds = 0
-        self._scales: set[float | None] = set()
-        self.arrivals = Inspection()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -161,8 +160,7 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self._scales.add(running_scale())
-            self.arrivals.look(member.info.index, gradient)
+            self._note_arrival(member.info.index, gradient)
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -335,17 +333,8 @@ class BucketReduction:
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
-    def inspect(self, next_window: bool) -> None:
-        self.arrivals = Inspection(next_window)
-
-    def first_nonfinite_arrival(self) -> int | None:
-        return self.arrivals.first
-
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
-
-    def scales(self) -> set[float | None]:
-        return self._scales
 
     @torch.no_grad()
     def adopt_gradients(self, indices: set[int]) -> None:

@@ -153,7 +153,9 @@ def test_prune_keeps_what_any_rule_wants(tmp_path, put):
         return [tag for tag in list_tags(tmp_path) if tag not in untouched]
 
     assert prune(tmp_path, Retention()) == []
-    assert prune(tmp_path, Retention(keep_last=1, keep_every=10, keep_best=2), keep=[default_tag(7)]) == ["global_step9"]
+    assert prune(tmp_path, Retention(keep_last=1, keep_every=10, keep_best=2), keep=[default_tag(7)]) == [
+        "global_step9"
+    ]
     assert left() == [default_tag(steps) for steps in (2, 4, 7, 10, 20)]
     assert prune(tmp_path, Retention(keep_best=1)) == [default_tag(steps) for steps in (7, 10, 20)]
     assert prune(tmp_path, Retention(keep_last=1)) == [default_tag(2)]

@@ -111,7 +111,11 @@ FILE = "rank_00000.safetensors"
 @pytest.mark.parametrize(
     ("path", "forged", "message"),
     [
-        (["files", "../../etc/passwd"], {"size_bytes": 1, "xxh3_128": "0" * 32}, "a name in files is '../../etc/passwd'"),
+        (
+            ["files", "../../etc/passwd"],
+            {"size_bytes": 1, "xxh3_128": "0" * 32},
+            "a name in files is '../../etc/passwd'",
+        ),
         (["files", "/etc/passwd"], {"size_bytes": 1, "xxh3_128": "0" * 32}, "a name in files"),
         (["files", FILE, "size_bytes"], -1, r"size_bytes is -1"),
         (["files", FILE, "size_bytes"], True, r"size_bytes is True"),
