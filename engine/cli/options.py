@@ -35,8 +35,10 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
 
 
-def add_world_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to think of (default 1)")
+def add_world_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """``--world``; without a default the config's own sizes say how many ranks they fit."""
+    known = "as many as its sizes fit" if default is None else default
+    parser.add_argument("--world", type=positive, default=default, metavar="N", help=f"ranks (default: {known})")
 
 
 def positive(text: str) -> int:
@@ -52,11 +54,14 @@ def terminal_columns() -> int:
     return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
-def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
-    """Raises ConfigError with everything that is wrong."""
-    from engine.config import load_config
+def read_config(path: str, overrides: list[str], lenient: bool, size: int | None = None) -> Config:
+    """Raises ConfigError with everything that is wrong; what the plan finds for ``size`` ranks, or as many as fit, is
+    told along."""
+    from engine.config import examine
+    from engine.plan import usable
 
-    return load_config(path, overrides=overrides, lenient=lenient)
+    found = examine(path, overrides=overrides, lenient=lenient)
+    return usable(found, size)
 
 
 def real_world(config: Config, environment: RankEnvironment, nproc: int | None) -> World:
