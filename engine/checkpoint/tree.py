@@ -349,13 +349,8 @@ class StateTree:
 
     def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
         assert self._optimizer is not None
-<<<<<<< HEAD
-        kinds = self._optimizer.kinds if saved is None else saved.get("kinds") if isinstance(saved, dict) else None
-        if kinds != self._optimizer.kinds:
-=======
         kinds = self._optimizer.kinds if saved is None else saved.get("kinds", []) if isinstance(saved, dict) else []
         if kinds not in (None, self._optimizer.kinds):  # an imported checkpoint may not say
->>>>>>> main
             known = (
                 kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
             )

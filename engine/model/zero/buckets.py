@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2
 """Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
 
 
-class BucketReduction:
+class BucketReduction(Arrivals):
     """The `Reduction` role of stages 0 to 2. See the table above.
 
     ``divisor``: the gradients behind the shards are sums; dividing by it gives what the config asks for (the mean
