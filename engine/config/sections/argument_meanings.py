@@ -28,7 +28,11 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
         "max_coeff": "The largest trust ratio.",
         "min_coeff": "The smallest trust ratio.",
         "eps_inside_sqrt": "Add eps before the square root.",
-        "compat": '"deepspeed": trust ratios of the update without bias correction.',
+        "compat": '"deepspeed": the update as DeepSpeed computes it.',
+        "compression_unit": 'What shares one scale: "bucket", "group" or "tensor".',
+        "compression_scale": 'How the scale of the signs is found: "rms" or "l1".',
+        "compression_of": 'What becomes signs: the "update" or the "momentum".',
+        "max_update": "Largest move of an element once the variance is frozen, in learning rates; 0: no bound.",
         "exclude_from_adaptation": "Parameters that are updated without a trust ratio.",
         "momentum": "Share of the previous update that is carried over.",
         "dampening": "Share of the gradient that momentum leaves out.",
@@ -67,10 +71,6 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
         "tolerance_change": "Stop below this change.",
         "history_size": "Updates that are remembered.",
         "line_search_fn": "How the step length is found.",
-        "compression_unit": "What has one scale of its own: a bucket, a parameter group, or a tensor.",
-        "compression_scale": "The size that stands for the signs: rms, or l1 (the mean absolute value).",
-        "compression_of": "What travels as signs: the update, or the momentum as in the paper.",
-        "max_update": "The largest step of one element, in learning rates.",
         "max_grad_norm": "Refused here, as in DeepSpeed: gradient_clipping is the key for it.",
     }
 )
