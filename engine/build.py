@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
@@ -23,6 +24,7 @@ from engine.model import zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
+from engine.optim.compressed import connect
 from engine.optim.factory import granularity
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
@@ -65,6 +67,7 @@ def build(
     # roles
     sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
+    connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
@@ -88,6 +91,7 @@ def build(
         settings=plan.config.checkpoint,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     claim(model)

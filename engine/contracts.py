@@ -72,6 +72,8 @@ class StepReport:
     skipped_steps: int
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """What the optimizer adds for the monitors, by name (``Train/compression_stage``)."""
     nonfinite_kind: str | None = None
     """"inf" or "NaN" for a skipped step: what the squared norm was."""
     first_nonfinite: tuple[int, str] | None = None

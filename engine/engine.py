@@ -230,6 +230,7 @@ class Engine(Surface, LocalState):
             skipped_steps=self.skipped_steps,
             bytes_by_axis=self._ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
+            scalars=self._require_optimizer().scalars(),
             nonfinite_kind=None if applied else "NaN" if math.isnan(agreed["sum_of_squares"]) else "inf",
             first_nonfinite=culprit,
         )

@@ -60,6 +60,9 @@ class OptimizerState(Protocol):
     def load_named_state(self, named: Mapping[str, Mapping[str, Any]]) -> list[str]: ...
     def group_options(self) -> list[dict[str, Any]]: ...
     def load_group_options(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
+    def settle(self) -> None: ...
+    def rank_tensors(self, create: bool = False) -> dict[str, Tensor]: ...
+    def state_was_loaded(self) -> None: ...
 
 
 class StateTree:
@@ -68,7 +71,8 @@ class StateTree:
     ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
     ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
     rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
-    resolved config as JSON. All ranks construct it.
+    resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are
+    loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
 
     def __init__(
@@ -123,6 +127,9 @@ class StateTree:
         self._roll_call.call("save_checkpoint", "load_checkpoint")
         self.wait()
         chunks: list[Chunk] = []
+        if self._optimizer is not None:
+            self._optimizer.settle()
+            chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
             chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
         if not exclude_frozen:
@@ -158,7 +165,7 @@ class StateTree:
         )
         if self._background is None:
             return save.complete(self._exchange)
-        save.detach(self._exchange)
+        save.detach(self._exchange, self._background.host)
         self._background.submit(save)
         return save.directory / save.tag
 
@@ -172,6 +179,19 @@ class StateTree:
 
     def _buffer_chunks(self) -> list[Chunk]:
         return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
+
+    def _rank_chunks(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
+        """Row r of the global tensor ``rank.NAME`` is rank r's."""
+        return [
+            Chunk(
+                f"rank.{name}",
+                (self.layout.world_size, tensor.numel()),
+                (self._rank, 0),
+                (1, tensor.numel()),
+                tensor.view(1, -1),
+            )
+            for name, tensor in tensors.items()
+        ]
 
     def _empty_chunks(self, frozen: bool = True) -> list[Chunk]:
         wanted = [info for info in self._empty if info.trainable or frozen]
@@ -228,6 +248,7 @@ class StateTree:
         whole: dict[str, dict[str, Tensor]] = {}
         if optimizer and self._optimizer is not None:
             chunks += self._wanted_optimizer_chunks(manifest, whole)
+            chunks += self._wanted_rank_chunks(manifest)
         loaded = load_tensors(
             directory,
             manifest.tag,
@@ -245,6 +266,7 @@ class StateTree:
                     with _refusing(manifest, "optimizer_groups"):
                         self._optimizer.load_group_options(groups["groups"])
                     self.restored.add("optimizer_groups")
+                self._optimizer.state_was_loaded()
             for part in wanted:
                 if part.name in self.restored:
                     with _refusing(manifest, part.name):
@@ -292,6 +314,29 @@ class StateTree:
                     chunks.append(_whole(name, target))
         return chunks
 
+    def _wanted_rank_chunks(self, manifest: Manifest) -> list[Chunk]:
+        """Targets for what this rank saved for itself, where the ranks are the same; else what it has is zeroed."""
+        assert self._optimizer is not None
+        saved = [name for name in manifest.tensors if name.startswith("rank.")]
+        chunks = self._rank_chunks(self._optimizer.rank_tensors(create=bool(saved)))
+        fits = {
+            chunk.name
+            for chunk in chunks
+            if manifest.same_ranks(self.layout)
+            and chunk.name in manifest.tensors
+            and manifest.tensors[chunk.name].shape == chunk.global_shape
+        }
+        for chunk in chunks:
+            if chunk.name not in fits:
+                chunk.tensor.zero_()
+        if self._rank == 0 and len(fits) < len(saved):
+            log.warning(
+                "%s was written by other ranks or under another bucket layout: the compression errors that each rank "
+                "had kept for itself begin at zero again",
+                manifest.path,
+            )
+        return [chunk for chunk in chunks if chunk.name in fits]
+
     def _check_batch(self, manifest: Manifest, override: bool) -> None:
         saved, now = manifest.layout.global_batch_size, self.layout.global_batch_size
         if saved == now or override:
@@ -304,8 +349,8 @@ class StateTree:
 
     def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
         assert self._optimizer is not None
-        kinds = self._optimizer.kinds if saved is None else saved.get("kinds") if isinstance(saved, dict) else None
-        if kinds != self._optimizer.kinds:
+        kinds = self._optimizer.kinds if saved is None else saved.get("kinds", []) if isinstance(saved, dict) else []
+        if kinds not in (None, self._optimizer.kinds):  # an imported checkpoint may not say
             known = (
                 kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
             )

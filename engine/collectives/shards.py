@@ -79,6 +79,10 @@ class ShardGroup:
         """The group of a mesh axis, of the ``world``, or of all ranks for ``control``."""
         return cls(mesh.control_group if axis == "control" else mesh.group(axis), axis, ledger)
 
+    @classmethod
+    def alone(cls) -> ShardGroup:
+        return cls(None, "", Ledger())
+
     def even_bounds(self, numel: int) -> list[int]:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
@@ -125,6 +129,23 @@ class ShardGroup:
             shards = enumerate(flat[bounds[r] : bounds[r + 1]] for r in range(self.size))
             broadcasts = [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in shards]
             return _Works(ticket, broadcasts)
+
+    def all_to_all(self, outgoing: Tensor, incoming: Tensor, what: str = "exchanging signs") -> Pending:
+        """Row ``r`` of ``outgoing`` (one row a rank) goes to rank ``r``; row ``r`` of ``incoming`` came from it."""
+        if self.group is None or self.size == 1:
+            incoming.copy_(outgoing)
+            return _Done()
+        row_bytes = outgoing[0].numel() * outgoing.element_size()
+        self.ledger.add(self.axis, "all_to_all", row_bytes * (self.size - 1))
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            if not self._is_on_gloo(outgoing):
+                return _Works(ticket, [dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=True)])
+            tag = zlib.crc32(what.encode()) >> 1
+            works = [self._receive(incoming[peer], peer, tag) for peer in self._peers]
+            works += [self._send(outgoing[peer], peer, tag) for peer in self._peers]
+            incoming[self.rank].copy_(outgoing[self.rank])
+            return _Works(ticket, works)
 
     def all_reduce(self, flat: Tensor, what: str = "summing gradients") -> Pending:
         """Sum ``flat`` over the ranks, in place."""

@@ -8,7 +8,7 @@ set on either side is set on both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,11 +17,21 @@ from engine.contracts import EngineError
 from engine.optim.json_state import decode, encode
 from engine.optim.optimizer_state import create_state, restore_entry
 
-_LAYOUT_KEYS = ("params", "param_names", "global_index", "num_global", "global_ndim")
-"""Group entries that say where parameters lie on this rank; never saved, never loaded."""
+_LAYOUT_KEYS = ("params", "param_names", "global_index", "num_global", "global_ndim", "exp_avg_mask")
+"""Group entries that say where parameters lie on this rank, and the script's masks; never saved, never loaded."""
 
 _IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 """Group entries that choose a kernel on this machine; never loaded."""
+
+
+@runtime_checkable
+class OwnReduction(Protocol):
+    """What an optimizer has more where it reduces by itself (engine/optim/compressed.py)."""
+
+    def scalars(self) -> Mapping[str, float]: ...
+    def settle(self) -> None: ...
+    def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]: ...
+    def state_was_loaded(self) -> None: ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -211,6 +221,30 @@ class EngineOptimizer(torch.optim.Optimizer):
                         f"the checkpoint and {tuple(torch.as_tensor(state[key]).shape)} here; the model has changed."
                     )
         return not_restored
+
+    # --- of optimizers that reduce by themselves -----------------------------------------------------------
+
+    def _reducing(self) -> list[OwnReduction]:
+        return [optimizer for optimizer in self.inner if isinstance(optimizer, OwnReduction)]
+
+    def scalars(self) -> dict[str, float]:
+        """What the optimizers inside say of themselves to the monitors."""
+        return {name: value for optimizer in self._reducing() for name, value in optimizer.scalars().items()}
+
+    def settle(self) -> None:
+        """Collective. Bring parameters together that differ between ranks."""
+        for optimizer in self._reducing():
+            optimizer.settle()
+
+    def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]:
+        """Live tensors that belong to this rank alone, by name; ``create`` makes those that no step has made yet."""
+        return {name: value for optimizer in self._reducing() for name, value in optimizer.rank_tensors(create).items()}
+
+    def state_was_loaded(self) -> None:
+        for optimizer in self._reducing():
+            optimizer.state_was_loaded()
+
+    # --- options -------------------------------------------------------------------------------------------
 
     @property
     def kinds(self) -> list[str]:

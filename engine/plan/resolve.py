@@ -10,6 +10,7 @@ from engine.plan.batch import ADD_BATCH, MICRO, NO_BATCH, resolve_batch
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
+from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
 from engine.plan.plan import Plan, World
 from engine.plan.precision import resolve_precision
@@ -98,6 +99,7 @@ def sketch(
     zero = run(resolve_zero, config, degrees, findings)
     clipping = run(resolve_clipping, config, findings)
     optimizer = run(resolve_optimizer, config, findings)
+    zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
     schedule = run(resolve_schedule, config, optimizer, findings)
     run(check_combinations, config, findings)
     run(check_autos, config, findings)

@@ -14,103 +14,20 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.collectives.shards import Pending, ShardGroup
 from engine.model.zero.arrivals import Inspection, running_scale
-from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
-from engine.parameters import ParameterInfo
+from engine.model.zero.bucket import Bucket, Member
+from engine.model.zero.shards import first_nonfinite, sum_of_squares
 from engine.torch_compat import foreach_add_, foreach_copy_
 
 MAX_IN_FLIGHT = 2
 """Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One parameter in a bucket, at ``[offset, offset + numel)``."""
-
-    info: ParameterInfo
-    parameter: nn.Parameter
-    offset: int
-    arrived: bool = False
-    """In the backward that runs now."""
-    collected: bool = False
-    """In the round that runs now."""
-    in_window: bool = False
-
-    def __post_init__(self) -> None:
-        self.stop = self.offset + self.info.numel
-
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.stop].view(self.info.shape)
-
-
-@dataclass(eq=False)
-class Bucket:
-    """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
-    where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
-    gather; ``late``: those that came after the round had sent the bucket. ``result``: this rank's shard of the window's
-    reduced gradients, None before the first reduction."""
-
-    members: list[Member]
-    bounds: list[int]
-    rank: int
-    values: Tensor
-    master: Tensor
-    gradient_dtype: torch.dtype
-    home: Tensor | None = None
-    collect: Tensor | None = None
-    result: Tensor | None = None
-    arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
-    late: list[tuple[Member, Tensor]] = field(default_factory=list)
-    launched: bool = False
-    num_waiting: int = 0
-    shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
-
-    @functools.cached_property
-    def name(self) -> str:
-        first, last = self.members[0].info.name, self.members[-1].info.name
-        return first if first == last else f"{last} to {first}"
-
-    @property
-    def own(self) -> slice:
-        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
-
-    # Hundreds of views a step are a measurable part of a small model's step; those of `home` never change.
-
-    @cached_property
-    def home_members(self) -> dict[int, Tensor]:
-        """`home` cut into members, by registry index. Where whole gradients are kept."""
-        assert self.home is not None
-        return {member.info.index: member.view(self.home) for member in self.members}
-
-    @cached_property
-    def home_shards(self) -> list[Tensor]:
-        """This rank's part of `home` cut into shards."""
-        assert self.home is not None
-        return self.cut(self.home if self.home.numel() == self.master.numel() else self.home[self.own])
-
-    def cut(self, own: Tensor) -> list[Tensor]:
-        """``own``, as large as this rank's shard of the bucket, in the shapes of the parameters' shards."""
-        return [own[at : at + s.parameter.numel()].view(s.parameter.shape) for s, at in self.shards]
-
-    def gradients(self) -> list[Tensor]:
-        """The window's reduced gradients of the shards, in master precision."""
-        assert self.result is not None
-        if self.result.dtype != self.master.dtype:
-            return self.cut(self.result.to(self.master.dtype))
-        in_home = (
-            self.home is not None and self.result.untyped_storage().data_ptr() == self.home.untyped_storage().data_ptr()
-        )
-        return self.home_shards if in_home else self.cut(self.result)
 
 
 class BucketReduction:
@@ -291,12 +208,15 @@ class BucketReduction:
         collected[bucket.members[-1].stop :].zero_()  # padding: the buffer may have served a bucket that had none here
         if self._predivide_factor != 1.0:
             collected.div_(self._predivide_factor)
+        self._in_flight.append((bucket, collected, *self._send(bucket, collected)))
+
+    def _send(self, bucket: Bucket, collected: Tensor) -> tuple[Tensor, Pending]:
+        """What travels, where the sums will be, and the reduction on its way."""
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            pending = self.shard_group.reduce_scatter(wire, bucket.bounds, f"reducing gradients of {bucket.name}")
-        else:
-            pending = self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
-        self._in_flight.append((bucket, collected, wire, pending))
+            what = f"reducing gradients of {bucket.name}"
+            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds, what)
+        return wire, self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
 
     def _complete(self) -> None:
         bucket, collected, wire, pending = self._in_flight.popleft()
@@ -393,7 +313,7 @@ class BucketReduction:
                 self._give_back(bucket.collect)
             bucket.arrivals.clear()
             bucket.late.clear()
-            bucket.collect = bucket.result = None
+            bucket.collect = bucket.result = bucket.flat_gradients = None
             for member in bucket.members:
                 member.in_window = False
         for shard in self.shards:
