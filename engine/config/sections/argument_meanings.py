@@ -67,6 +67,10 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
         "tolerance_change": "Stop below this change.",
         "history_size": "Updates that are remembered.",
         "line_search_fn": "How the step length is found.",
+        "compression_unit": "What has one scale of its own: a bucket, a parameter group, or a tensor.",
+        "compression_scale": "The size that stands for the signs: rms, or l1 (the mean absolute value).",
+        "compression_of": "What travels as signs: the update, or the momentum as in the paper.",
+        "max_update": "The largest step of one element, in learning rates.",
         "max_grad_norm": "Refused here, as in DeepSpeed: gradient_clipping is the key for it.",
     }
 )
@@ -98,7 +102,6 @@ SCHEDULER: Mapping[str, str] = MappingProxyType(
         "cycle_min_mom": "The lowest momentum of the cycle.",
         "cycle_max_mom": "The highest momentum of the cycle.",
         "decay_mom_rate": "Decay of momentum after the cycle.",
-        "compat": '"deepspeed": OneCycle as DeepSpeed computes it, in every detail.',
         "last_epoch": "Where the schedule goes on; -1: at the start.",
         "step_size": "Steps between two decays.",
         "gamma": "Factor of each decay.",
