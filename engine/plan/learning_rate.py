@@ -51,6 +51,8 @@ def curve(plan: Plan) -> str | None:
     if schedule.type == "LRRangeTest":
         low, size = params["lr_range_test_min_lr"], params["lr_range_test_step_size"]
         rate = params["lr_range_test_step_rate"]
+        if params.get("lr_range_test_growth") == "exponential":
+            return f"From {_number(low)} it grows {1 + rate:g} times every {plural(size, 'update')}, without end."
         return f"From {_number(low)} it grows by {rate:g} x {_number(low)} every {plural(size, 'update')}, without end."
     return f"torch.optim.lr_scheduler.{schedule.type}, moved on once per update."
 
@@ -65,12 +67,13 @@ def _warmup(name: str, params: dict[str, Any], top: float) -> str:
 
 
 def _after(name: str, params: dict[str, Any], top: float) -> str:
-    total = params.get("total_num_steps")
-    if name == "WarmupLR" or total is None:
+    total, tokens = params.get("total_num_steps"), params.get("total_num_tokens")
+    if name == "WarmupLR" or (total is None and tokens is None):
         return ", and stays there"
+    end = f"at update {total:,}" if tokens is None else f"when the model has seen {tokens:,} tokens"
     if name == "WarmupDecayLR":
-        return f", then falls in a straight line to {_number(params.get('warmup_min_lr', 0))} at update {total:,}"
-    return f", then falls along a cosine to {params['cos_min_ratio'] * top:g} at update {total:,}"
+        return f", then falls in a straight line to {_number(params.get('warmup_min_lr', 0))} {end}"
+    return f", then falls along a cosine to {params['cos_min_ratio'] * top:g} {end}"
 
 
 def _number(value: Any) -> str:

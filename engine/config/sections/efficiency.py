@@ -174,10 +174,10 @@ class CurriculumMetricSection(Section):
         'samples to one integer each; null: a built-in metric of the name ("seqlen", "vocabularyrarity").',
     )
     index_to_sample_path: str | None = Field(
-        None, description="index_to_sample.npy of this metric; null: under data_cluster_path."
+        None, description="The file index_to_sample.npy of this metric; null: under data_cluster_path."
     )
     index_to_metric_path: str | None = Field(
-        None, description="index_to_metric.npy of this metric; null: under data_cluster_path."
+        None, description="The file index_to_metric.npy of this metric; null: under data_cluster_path."
     )
     difficulty_type: Literal["value", "percentile"] = Field("value", description="What the difficulty counts.")
     clustering_type: Literal["schedule_based", "single_cluster"] = Field(
