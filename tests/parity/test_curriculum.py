@@ -238,3 +238,28 @@ def test_data_without_a_sequence_is_refused_before_training() -> None:
     with pytest.raises(EngineError, match=r"no sequence dimension: none of its tensors \(0.0 \(4, 5\)\)"):
         model_engine(torch.rand(4, 5))
     model_engine.destroy()
+
+
+class Series(nn.Module):
+    """A regression over time: nothing in it holds token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shapes.append(tuple(x.shape))
+        return self.layer(x).squeeze(-1)
+
+
+def test_sequence_keys_name_what_is_cut_by_place() -> None:
+    """Inputs (batch, time, 3), targets (batch, time) of a loss function."""
+    config = config_of(stage=0, sequence_keys={"0": 1, "1": 1}, **curriculum())
+    model = Series()
+    model_engine, *_ = engine.initialize(model=model, config=config, loss_fn=F.mse_loss)
+    for _ in range(3):
+        model_engine.train_batch(iter([(torch.rand(24, 32, 3), torch.rand(24, 32))]))
+    assert model.shapes == [(24, length, 3) for length in LENGTHS[:3]]
+    assert model_engine.global_tokens == 0
+    model_engine.destroy()
