@@ -85,6 +85,7 @@ def build(
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
         tag_validation=plan.config.checkpoint.tag_validation,
+        ledger=ledger,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())

@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.exchange import Alone, TorchExchange
 from engine.checkpoint.loading import load_client_state, load_tensors
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.report import describe
 from engine.checkpoint.saving import TagValidation, save
+from engine.collectives.ledger import Ledger
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 
 log = logging.getLogger("engine")
@@ -72,10 +74,12 @@ class StateTree:
         layout: SavedLayout,
         config: Mapping[str, Any],
         tag_validation: TagValidation = "Warn",
+        ledger: Ledger | None = None,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
         self._aliases, self._rank, self.layout = aliases, rank, layout
         self._writes_shards = writes_shards
+        self._exchange = TorchExchange(None, ledger) if layout.world_size > 1 else Alone()
         self._config, self._tag_validation = config, tag_validation
         self._parts: dict[str, Stateful] = {}
         self.restored: set[str] = set()
@@ -127,6 +131,7 @@ class StateTree:
             world_size=self.layout.world_size,
             save_latest=save_latest,
             tag_validation=self._tag_validation,
+            group=self._exchange,
         )
 
     def _parameter_chunks(self, shards: Iterable[Shard]) -> Iterator[Chunk]:
@@ -165,7 +170,9 @@ class StateTree:
         Returns (path, client_state), or (None, None) with a warning where there is nothing. Raises EngineError, alike
         on all ranks, for a checkpoint that does not fit.
         """
-        manifest = read_manifest(directory, tag, rank=self._rank, world_size=self.layout.world_size)
+        manifest = read_manifest(
+            directory, tag, rank=self._rank, world_size=self.layout.world_size, group=self._exchange
+        )
         if manifest is None:
             log.warning("no checkpoint in %s: nothing was loaded", os.fspath(directory))
             return None, None
@@ -186,6 +193,7 @@ class StateTree:
             strict=["parameters"] if strict else False,
             rank=self._rank,
             world_size=self.layout.world_size,
+            group=self._exchange,
         )
         self.restored = restored = set()
         if optimizer and self._optimizer is not None:

@@ -110,8 +110,12 @@ class ShardGroup:
         """Sum ``flat`` over the ranks, in place."""
         if self.group is None or self.size == 1:
             return _Done()
-        self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
+        self.count_all_reduce(flat)
         return _Works([dist.all_reduce(flat, group=self.group, async_op=True)])
+
+    def count_all_reduce(self, flat: Tensor) -> None:
+        """For an all-reduce that somebody else runs."""
+        self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
 
     def sum(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """``tensor`` summed over the ranks, in place or by way of ``device`` (all ranks must use one backend)."""
@@ -121,8 +125,24 @@ class ShardGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the first rank's values."""
-        if self.group is not None and self.size > 1:
-            dist.broadcast(tensor, self._global[0], group=self.group)
+        if self.group is None or self.size == 1:
+            return
+        numel = tensor.numel() * (self.size - 1) if self.rank == 0 else 0
+        self.ledger.add(self.axis, "broadcast", numel * tensor.element_size())
+        dist.broadcast(tensor, self._global[0], group=self.group)
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Send tensors to peers and receive others, pairs of (contiguous tensor, rank in this group), all at once.
+
+        What one rank sends to another it receives in the same order.
+        """
+        for tensor, _ in sends:
+            self.ledger.add(self.axis, "send", tensor.numel() * tensor.element_size())
+        operations = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in receives]
+        operations += [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for tensor, peer in sends]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"
