@@ -23,6 +23,7 @@ from engine.model import zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
+from engine.optim.compressed import connect
 from engine.optim.factory import granularity
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
@@ -65,6 +66,7 @@ def build(
     # roles
     sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
+    connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
     schedule = _schedule(plan, lr_scheduler, stepper)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:

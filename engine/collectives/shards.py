@@ -68,6 +68,10 @@ class ShardGroup:
         """The group of a mesh axis, or of the ``world``."""
         return cls(mesh.group(axis), axis, ledger)
 
+    @classmethod
+    def alone(cls) -> ShardGroup:
+        return cls(None, "", Ledger())
+
     def even_bounds(self, numel: int) -> list[int]:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
@@ -105,6 +109,20 @@ class ShardGroup:
         return _Works(
             [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)]
         )
+
+    def all_to_all(self, outgoing: Tensor, incoming: Tensor) -> Pending:
+        """Row ``r`` of ``outgoing`` (one row a rank) goes to rank ``r``; row ``r`` of ``incoming`` came from it."""
+        if self.group is None or self.size == 1:
+            incoming.copy_(outgoing)
+            return _Done()
+        row_bytes = outgoing[0].numel() * outgoing.element_size()
+        self.ledger.add(self.axis, "all_to_all", row_bytes * (self.size - 1))
+        if not self._is_on_gloo(outgoing):
+            return _Works([dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=True)])
+        works = [self._receive(incoming[peer], peer) for peer in self._peers]
+        works += [self._send(outgoing[peer], peer) for peer in self._peers]
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return _Works([work for work in works if work])
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum ``flat`` over the ranks, in place."""

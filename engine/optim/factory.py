@@ -12,15 +12,21 @@ from typing import Any, Literal
 import torch
 
 from engine.contracts import EngineError
+from engine.optim.compressed import CompressedOptimizer
 from engine.optim.lamb import Lamb, NormReduce
 from engine.optim.lion import Lion
+from engine.optim.onebit_adam import OneBitAdam
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.signatures import check_parameters, described
 from engine.plan.plan import OptimizerPlan
 
-Granularity = Literal["elementwise", "whole"]
+Granularity = Literal["elementwise", "whole", "flat"]
 
-_OWN: dict[str, type[torch.optim.Optimizer]] = {"Lamb": Lamb, "Lion": Lion}
+_OWN: dict[str, type[torch.optim.Optimizer]] = {
+    "Lamb": Lamb,
+    "Lion": Lion,
+    "OneBitAdam": OneBitAdam,
+}
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times within one step and needs products over all parameters",
@@ -108,8 +114,11 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
 
 
 def granularity(optimizer: str | type[torch.optim.Optimizer]) -> Granularity:
-    """Whether an optimizer may step on any 1-D slice of a parameter, or needs ``whole`` ones (the safe answer)."""
+    """Whether an optimizer may step on any 1-D slice of a parameter, needs ``whole`` ones (the safe answer), or steps
+    on ``flat`` buckets and reduces by itself (the 1-bit family)."""
     cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+    if issubclass(cls, CompressedOptimizer):
+        return "flat"
     return "elementwise" if cls in _ELEMENTWISE else "whole"
 
 

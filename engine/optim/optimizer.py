@@ -17,8 +17,8 @@ from engine.contracts import EngineError
 from engine.optim.json_state import decode, encode
 from engine.optim.optimizer_state import create_state, restore_entry
 
-_LAYOUT_KEYS = ("params", "param_names", "global_index", "num_global", "global_ndim")
-"""Group entries that say where parameters lie on this rank; never saved, never loaded."""
+_LAYOUT_KEYS = ("params", "param_names", "global_index", "num_global", "global_ndim", "exp_avg_mask")
+"""Group entries that say where parameters lie on this rank, and the script's masks; never saved, never loaded."""
 
 _IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 """Group entries that choose a kernel on this machine; never loaded."""

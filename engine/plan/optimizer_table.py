@@ -27,6 +27,9 @@ _FUSED_KEYS = {"set_grad_none": True, "fp32_optimizer_states": True}
 _ADAM_KEYS = {"bias_correction": True, "torch_adam": None, "adam_w_mode": None, **_FUSED_KEYS}
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
+_ONE_BIT = {"compression_unit": "bucket", "compression_scale": "rms"}
+_ONE_BIT_KEYS = {"amsgrad": False, "bias_correction": None, "cuda_aware": None, "comm_backend_name": None}
+
 OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
     {
         "AdamW": OptimizerSpec(_ADAM, _ADAM_KEYS),
@@ -51,6 +54,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
             {"amsgrad": False, "set_grad_none": True},
         ),
         "Muon": OptimizerSpec({}, {"ns_method": "standard"}),
+        "OneBitAdam": OptimizerSpec(
+            {**_ADAM, "freeze_step": 100_000, "eps_inside_sqrt": False, **_ONE_BIT}, _ONE_BIT_KEYS
+        ),
         "ASGD": OptimizerSpec({"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0}),
         "Adadelta": OptimizerSpec({"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0}),
         "Rprop": OptimizerSpec({"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}),

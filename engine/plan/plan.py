@@ -91,11 +91,13 @@ class ZeroPlan:
 
     ``bucket_elements``: gradients are reduced in buckets of at most this many elements (stages 0 to 2).
     ``group_elements``: consecutive blocks are gathered together until a group holds this many (stage 3).
+    ``whole_groups``: a bucket holds a whole parameter group, whatever ``bucket_elements`` says.
     ``predivide_factor``: gradients are divided by it before the reduction and by dp / factor after it.
     """
 
     stage: int = 0
     bucket_elements: int = 0
+    whole_groups: bool = False
     group_elements: int = 0
     reshard_after_forward: bool | int = False
     predivide_factor: float = 1.0

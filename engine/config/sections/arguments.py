@@ -11,7 +11,8 @@ _ADAM = f"lr betas eps weight_decay bias_correction amsgrad {_TORCH}"
 _FUSED_ADAM = f"{_ADAM} set_grad_none torch_adam adam_w_mode fp32_optimizer_states"
 _LAMB = "lr betas eps weight_decay bias_correction eps_inside_sqrt amsgrad max_coeff min_coeff set_grad_none"
 _OWN_LAMB = f"{_LAMB} compat exclude_from_adaptation"
-_ONE_BIT = "cuda_aware comm_backend_name eps_inside_sqrt"
+_ONE_BIT = "cuda_aware comm_backend_name compat compression_unit compression_scale"
+_ONE_BIT_ADAM = f"lr betas eps weight_decay bias_correction amsgrad eps_inside_sqrt {_ONE_BIT}"
 
 OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
     name: tuple(dict.fromkeys(arguments.split()))
@@ -23,8 +24,8 @@ OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
         "Lion": "lr betas weight_decay set_grad_none fp32_optimizer_states",
         "Muon": "lr muon_lr adam_lr momentum weight_decay ns_method nesterov ns_steps ns_coefficients betas eps "
         "adjust_lr_fn",
-        "OneBitAdam": f"{_ADAM} freeze_step {_ONE_BIT}",
-        "ZeroOneAdam": f"{_ADAM} var_freeze_step var_update_scaler local_step_scaler local_step_clipper {_ONE_BIT}",
+        "OneBitAdam": f"freeze_step {_ONE_BIT_ADAM}",
+        "ZeroOneAdam": f"var_freeze_step var_update_scaler local_step_scaler local_step_clipper {_ONE_BIT_ADAM}",
         "OneBitLamb": f"{_LAMB} freeze_step coeff_beta factor_max factor_min factor_threshold {_ONE_BIT}",
         "SGD": f"lr momentum dampening weight_decay nesterov {_TORCH}",
         "ASGD": f"lr lambd alpha t0 weight_decay {_TORCH}",

@@ -57,6 +57,11 @@ def apply(
         replicate_group.broadcast(tensor)
         shard_group.broadcast(tensor)
 
+    if granularity == "flat" and plan.zero.stage > 0:
+        raise EngineError(
+            f"a 1-bit optimizer cannot train at stage {plan.zero.stage}: every rank needs the whole variance and its "
+            "own errors to apply a momentum that travelled as signs; set zero_optimization.stage to 0"
+        )
     first_replica = replicate_group.rank == 0
     sharded = plan.zero.stage == 3 and shard_group.size > 1
     dtype_of = master_dtype if sharded else lambda dtype: dtype

@@ -56,7 +56,7 @@ class Bucket:
     """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
     where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
     gather; ``late``: those that came after the round had sent the bucket. ``result``: this rank's shard of the window's
-    reduced gradients, None before the first reduction."""
+    reduced gradients, None before the first reduction; ``gradients``: the same as the optimizer gets them."""
 
     members: list[Member]
     bounds: list[int]
@@ -67,11 +67,17 @@ class Bucket:
     home: Tensor | None = None
     collect: Tensor | None = None
     result: Tensor | None = None
+    gradients: Tensor | None = None
     arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
     late: list[tuple[Member, Tensor]] = field(default_factory=list)
     launched: bool = False
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
+
+    @property
+    def group(self) -> int:
+        """The optimizer group of the first member (of all, in buckets that are made so)."""
+        return self.members[0].info.group or 0
 
     @property
     def own(self) -> slice:
@@ -203,6 +209,7 @@ class BucketReduction:
             gradients = bucket.result
             if gradients.dtype != bucket.master.dtype:
                 gradients = gradients.to(bucket.master.dtype)
+            bucket.gradients = gradients
             for shard, offset in bucket.shards:
                 master = shard.parameter
                 master.grad = gradients[offset : offset + master.numel()].view(master.shape)
@@ -256,12 +263,14 @@ class BucketReduction:
         collected[bucket.members[-1].stop :].zero_()  # padding: the buffer may have served a bucket that had none here
         if self._predivide_factor != 1.0:
             collected.div_(self._predivide_factor)
+        self._in_flight.append((bucket, collected, *self._send(bucket, collected)))
+
+    def _send(self, bucket: Bucket, collected: Tensor) -> tuple[Tensor, Pending]:
+        """What travels, where the sums will be, and the reduction on its way."""
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            pending = self.shard_group.reduce_scatter(wire, bucket.bounds)
-        else:
-            pending = self.replicate_group.all_reduce(wire)
-        self._in_flight.append((bucket, collected, wire, pending))
+            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds)
+        return wire, self.replicate_group.all_reduce(wire)
 
     def _complete(self) -> None:
         bucket, collected, wire, pending = self._in_flight.popleft()
@@ -336,7 +345,7 @@ class BucketReduction:
                 self._give_back(bucket.collect)
             bucket.arrivals.clear()
             bucket.late.clear()
-            bucket.collect = bucket.result = None
+            bucket.collect = bucket.result = bucket.gradients = None
             for member in bucket.members:
                 member.in_window = False
         for shard in self.shards:

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
 from engine.model.zero.buckets import Bucket, BucketReduction, Member
+from engine.model.zero.local_gradients import LocalGradients
 from engine.model.zero.shards import ParameterShard, assign_owners
 from engine.parameters import ParameterInfo
 from engine.plan import PrecisionPlan, ZeroPlan
 
-Granularity = Literal["elementwise", "whole"]
-"""Whether the optimizer may step on any slice of a parameter, or needs whole parameters."""
+Granularity = Literal["elementwise", "whole", "flat"]
+"""Whether the optimizer may step on any slice of a parameter, needs whole parameters, or steps on whole flat buckets of
+one parameter group each and may ask for gradients that are not reduced (stage 0 only)."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (torch.bfloat16, torch.float16)
@@ -46,7 +48,7 @@ def build_buckets(
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
@@ -54,7 +56,14 @@ def build_buckets(
     owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
     buckets = []
     share = sum(info.numel for info, _ in parameters) // MIN_NUM_BUCKETS
-    for run in _runs(list(reversed(parameters)), min(zero.bucket_elements, max(share, MIN_BUCKET_ELEMENTS))):
+    limit = min(zero.bucket_elements, max(share, MIN_BUCKET_ELEMENTS))
+    if zero.whole_groups:
+        limit = sum(info.numel for info, _ in parameters)
+    by_group = granularity == "flat"
+    ordered = list(reversed(parameters))
+    if by_group:
+        ordered.sort(key=lambda item: item[0].group or 0)
+    for run in _runs(ordered, limit, by_group):
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
             bounds = [0]
@@ -66,7 +75,8 @@ def build_buckets(
             bounds = shard_group.even_bounds(-(-numel // quantum) * quantum)
         buckets.append(_fill(run, bounds, precision, shard_group))
     reduce_dtype = DTYPES[precision.reduce]
-    return BucketReduction(
+    kind = LocalGradients if granularity == "flat" else BucketReduction
+    return kind(
         buckets,
         shard_group,
         replicate_group,
@@ -78,15 +88,17 @@ def build_buckets(
 
 
 def _runs(
-    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int
+    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int, by_group: bool
 ) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
-    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype."""
+    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype, and
+    where wanted of one optimizer group."""
     runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
-    filled, dtype = 0, None
+    filled, kind = 0, None
     for info, parameter in parameters:
-        if not runs or info.dtype != dtype or filled + info.numel > limit:
+        own_kind = info.dtype, info.group if by_group else None
+        if not runs or own_kind != kind or filled + info.numel > limit:
             runs.append([])
-            filled, dtype = 0, info.dtype
+            filled, kind = 0, own_kind
         runs[-1].append((info, parameter))
         filled += info.numel
     return runs

@@ -272,7 +272,7 @@ def test_layer_drop_has_defaults() -> None:
 
 
 NOT_BUILT: dict[str, dict[str, Any]] = {
-    "optimizer.type": {"optimizer": {"type": "onebitadam"}},
+    "optimizer.type": {"optimizer": {"type": "musgd"}},
     "amp.enabled": {"amp": {"enabled": True, "opt_level": "O1", "loss_scale": "dynamic"}},
     "bf16.bf16_master_weights_and_grads": {"bf16": {"bf16_master_weights_and_grads": True}},
     "zero_optimization.offload_optimizer.device": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},

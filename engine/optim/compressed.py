@@ -1,0 +1,298 @@
+"""What the 1-bit optimizers share: flat state per bucket, masks, error buffers, and when gradients stay local.
+
+They step on whole buckets, a few kernels each and no loop over parameters, and reduce by themselves what the algorithm
+sends instead of gradients. So they run where every rank holds everything: at ZeRO stage 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.collectives.compressed_all_reduce import CompressedAllReduce, Range
+from engine.collectives.shards import ShardGroup
+from engine.contracts import EngineError
+
+log = logging.getLogger("engine")
+
+UNITS = ("bucket", "group", "tensor")
+
+
+class _Shard(Protocol):
+    @property
+    def info(self) -> Any: ...
+    @property
+    def parameter(self) -> nn.Parameter: ...
+
+
+class FlatBucket(Protocol):
+    """Whole parameters of one group in one flat buffer (engine/model/zero/buckets.py at stage 0)."""
+
+    master: Tensor
+    gradients: Tensor | None
+
+    @property
+    def shards(self) -> Sequence[tuple[_Shard, int]]: ...
+    @property
+    def group(self) -> int: ...
+
+
+class LocalReduction(Protocol):
+    """The role that collects gradients, and asks which of them not to send."""
+
+    @property
+    def buckets(self) -> Sequence[Any]: ...
+
+    stays_local: Callable[[Any], bool]
+
+
+@dataclass(eq=False)
+class Flat:
+    """One bucket as the optimizer sees it. Tensors are flat, fp32, of the bucket's size.
+
+    ``names``/``spans``: its parameters in order. ``mask``: 0 where momentum is held at zero, else 1; None: nowhere.
+    ``denominator``: what a frozen variance makes of the update, computed once.
+    """
+
+    bucket: FlatBucket
+    options: dict[str, Any]
+    names: list[str]
+    spans: list[Range]
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    mask: Tensor | None = None
+    denominator: Tensor | None = None
+    collective: CompressedAllReduce | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def values(self) -> Tensor:
+        return self.bucket.master.detach()
+
+    @property
+    def gradients(self) -> Tensor:
+        assert self.bucket.gradients is not None
+        return self.bucket.gradients
+
+    def absent(self) -> list[Range]:
+        """Where no rank has a gradient in this window: neither parameters nor state change there."""
+        return [
+            span
+            for span, (shard, _) in zip(self.spans, self.bucket.shards, strict=True)
+            if shard.parameter.grad is None
+        ]
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """The base of OneBitAdam, ZeroOneAdam and OneBitLamb. Only an engine can step one: see `connect`.
+
+    ``compression_unit``: what has one scale: a ``bucket``, a whole parameter ``group``, or each ``tensor``.
+    ``compression_scale``: ``rms`` or ``l1``. ``compat="deepspeed"``: pads count, and masks act on the result alone.
+    Groups may have ``exp_avg_mask`` (a tensor that broadcasts to each of the group's parameters, or a list of one per
+    parameter; 0 holds the momentum at zero; never saved) and ``non_freeze`` (plain all-reduce and a living variance).
+    """
+
+    SHARED_STATE = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        compression_unit: str = "bucket",
+        compression_scale: str = "rms",
+        compat: str | None = None,
+    ) -> None:
+        if compression_unit not in UNITS:
+            raise ValueError(f"compression_unit must be one of {', '.join(UNITS)}, not {compression_unit!r}")
+        if compression_scale not in ("rms", "l1"):
+            raise ValueError(f'compression_scale must be "rms" or "l1", not {compression_scale!r}')
+        if compat not in (None, "deepspeed"):
+            raise ValueError(f'compat must be "deepspeed" or absent, not {compat!r}')
+        if not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
+            raise ValueError(f"betas must lie in [0, 1), not {defaults['betas']}")
+        if not all(float(defaults[key]) >= 0.0 for key in ("lr", "eps", "weight_decay")):
+            raise ValueError("lr, eps and weight_decay must not be negative")
+        self._unit, self._scale, self._deepspeed = compression_unit, compression_scale, compat == "deepspeed"
+        self.flats: list[Flat] = []
+        self._of_bucket: dict[int, Flat] = {}
+        self._group = ShardGroup.alone()
+        super().__init__(params, {**defaults, "step": 0})
+
+    # --- connecting ------------------------------------------------------------------------------------------
+
+    def connect(self, reduction: LocalReduction, group: ShardGroup) -> None:
+        """Step on the buckets of ``reduction``, whose ranks are ``group``. Raises EngineError for a model in fp64."""
+        self._group = group
+        for bucket in reduction.buckets:
+            if bucket.master.dtype != torch.float32:
+                raise EngineError(
+                    f"{type(self).__name__} trains models in fp32, bf16 or fp16; {bucket.shards[0][0].info.name} is in "
+                    f"{str(bucket.master.dtype).removeprefix('torch.')}"
+                )
+            spans = [(offset, offset + shard.parameter.numel()) for shard, offset in bucket.shards]
+            names = [shard.info.name for shard, _ in bucket.shards]
+            zeros = torch.zeros_like(bucket.master)
+            options = self.param_groups[bucket.group]
+            flat = Flat(bucket, options, names, spans, zeros, torch.zeros_like(zeros))
+            flat.mask = self._mask(flat)
+            self.flats.append(flat)
+            self._of_bucket[id(bucket)] = flat
+        self.initialize_state([parameter for options in self.param_groups for parameter in options["params"]])
+        reduction.stays_local = lambda bucket: self.stays_local(self._of_bucket[id(bucket)])
+
+    def _mask(self, flat: Flat) -> Tensor | None:
+        given = flat.options.get("exp_avg_mask")
+        if given is None:
+            return None
+        masks = given if isinstance(given, (list, tuple)) else [given] * len(flat.options["params"])
+        if len(masks) != len(flat.options["params"]):
+            raise EngineError(
+                f"exp_avg_mask has {len(masks)} entries for a group of {len(flat.options['params'])} parameters; give "
+                "one tensor, or one entry (a tensor or None) per parameter"
+            )
+        mask_of = dict(zip(flat.options["param_names"], masks, strict=True))
+        flat_mask = torch.ones_like(flat.exp_avg)
+        for name, (a, b), (shard, _) in zip(flat.names, flat.spans, flat.bucket.shards, strict=True):
+            mask = mask_of[name]
+            if mask is None:
+                continue
+            try:
+                whole = torch.as_tensor(mask).to(flat_mask).expand(shard.info.shape)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not broadcast to the shape "
+                    f"{tuple(shard.info.shape)} of the parameter"
+                ) from error
+            flat_mask[a:b] = (whole != 0).to(flat_mask).reshape(-1)
+        return flat_mask
+
+    def initialize_state(self, params: Iterable[Tensor]) -> None:
+        """Give each parameter the state it would have before its first step: views of the flat buffers, zeroed."""
+        wanted = set(params)
+        for flat in self.flats:
+            for (shard, _), (a, b) in zip(flat.bucket.shards, flat.spans, strict=True):
+                parameter = shard.parameter
+                if parameter in wanted and not self.state.get(parameter):
+                    views = {"exp_avg": flat.exp_avg[a:b], "exp_avg_sq": flat.exp_avg_sq[a:b]}
+                    self.state[parameter] = {key: view.zero_().view(parameter.shape) for key, view in views.items()}
+                    self.state[parameter] |= self.initial_state(parameter)
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What a parameter has besides its moments."""
+        return {}
+
+    # --- what the algorithms say -----------------------------------------------------------------------------
+
+    def stays_local(self, flat: Flat) -> bool:
+        """Whether the gradients of the coming step are not to be reduced."""
+        raise NotImplementedError
+
+    def update(self, step: int) -> None:
+        """One step, the ``step``-th (from 1), on gradients that are unscaled and clipped."""
+        raise NotImplementedError
+
+    def scalars(self) -> Mapping[str, float]:
+        """For the monitors. ``Train/compression_stage``: 0 while gradients are all-reduced, 1 from then on."""
+        raise NotImplementedError
+
+    def settle(self) -> bool:
+        """Make the ranks hold the same parameters, where the algorithm lets them differ. Whether any changed."""
+        return False
+
+    # --- the step --------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were applied."""
+        return int(self.param_groups[0]["step"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if not self.flats and any(group["params"] for group in self.param_groups):
+            raise EngineError(f"{type(self).__name__} reduces by itself, so only engine.step() can step it")
+        if len(self.state) < sum(len(group["params"]) for group in self.param_groups):
+            self.initialize_state([parameter for group in self.param_groups for parameter in group["params"]])
+        step = self.num_steps + 1
+        self.update(step)
+        for group in self.param_groups:
+            group["step"] = step
+
+    def announce(self, message: str) -> None:
+        """A logged event, once for all ranks."""
+        if self._group.rank == 0:
+            log.warning("%s", message)
+
+    # --- parts of an update, each over a whole bucket ----------------------------------------------------------
+
+    def collective_of(self, flat: Flat) -> CompressedAllReduce:
+        """The collective with its error buffers, made when it is first needed."""
+        if flat.collective is None:
+            flat.collective = CompressedAllReduce(
+                flat.exp_avg.numel(),
+                self._group,
+                flat.exp_avg.device,
+                segments=[b - a for a, b in flat.spans] if self._unit == "tensor" else None,
+                mask=None if self._deepspeed else flat.mask,
+                scale=self._scale,  # type: ignore[arg-type]
+                counts_padding=self._deepspeed,
+            )
+        return flat.collective
+
+    def reduce(self, tensors: Sequence[tuple[Flat, Tensor, Sequence[Range]]]) -> Iterable[tuple[Flat, Tensor]]:
+        """The 1-bit mean over ranks of each flat tensor, in place, except in its ranges that are held. Yields each when
+        it is there, while others travel. One rank: nothing is done."""
+        for flat, tensor, held in tensors:
+            self.collective_of(flat).begin(tensor, held)
+        for flat, _, _ in tensors:
+            self.collective_of(flat).serve()
+        for flat, tensor, _ in tensors:
+            self.collective_of(flat).finish(tensor)
+            if flat.mask is not None:
+                tensor.mul_(flat.mask)
+            yield flat, tensor
+
+    # --- state that belongs to a rank --------------------------------------------------------------------------
+
+    def rank_tensors(self, create: bool = False) -> dict[str, Tensor]:
+        """The error buffers by name, live; ``create`` makes those that no step has made yet."""
+        found = {}
+        for flat in self.flats:
+            if create and not flat.options.get("non_freeze"):
+                self.collective_of(flat)
+            if flat.collective is not None and self._group.size > 1:
+                found[f"{flat.names[0]}.worker_error"] = flat.collective.worker_error
+                found[f"{flat.names[0]}.server_error"] = flat.collective.server_error
+        return found
+
+    def state_was_loaded(self) -> None:
+        """What was derived from the state before a load is derived anew."""
+        for flat in self.flats:
+            flat.denominator = None
+
+
+def connect(
+    optimizers: Iterable[torch.optim.Optimizer], reduction: Any, group: ShardGroup
+) -> CompressedOptimizer | None:
+    """Give the buckets of ``reduction`` to the optimizer that steps on them, if there is one of the 1-bit family."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, CompressedOptimizer):
+            optimizer.connect(reduction, group)
+            return optimizer
+    return None
+
+
+class Kept:
+    """Saves ranges of flat tensors and puts them back: what an update over whole buckets must leave alone."""
+
+    def __init__(self, held: Sequence[Range], *tensors: Tensor) -> None:
+        self._saved = [(tensor[a:b], tensor[a:b].clone()) for a, b in held for tensor in tensors]
+
+    def restore(self) -> None:
+        for view, values in self._saved:
+            view.copy_(values)
