@@ -121,6 +121,7 @@ def test_csv_writes_the_header_once(tmp_path: Path) -> None:
         monitor.close()
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text() == "step,lr\n24,0.001\n48,0.001\n"
     assert {path.name for path in (tmp_path / "job").iterdir()} == {
+        "Comm_bytes_per_step.csv",
         "Train_Samples_lr.csv",
         "Train_Samples_train_loss.csv",
         "Train_grad_norm.csv",
