@@ -72,6 +72,8 @@ class StepReport:
     skipped_steps: int
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """What the optimizer adds for the monitors, by name (``Train/compression_stage``)."""
     first_nonfinite: tuple[int, str] | None = None
     """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
 

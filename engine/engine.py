@@ -224,6 +224,7 @@ class Engine(Surface):
             skipped_steps=self.skipped_steps,
             bytes_by_axis=self.ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
+            scalars=self._require_optimizer().scalars(),
             first_nonfinite=culprit,
         )
         self.last_report = report

@@ -21,6 +21,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
 foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_
+foreach_max = torch._foreach_max
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

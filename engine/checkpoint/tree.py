@@ -51,6 +51,9 @@ class OptimizerState(Protocol):
     def load_named_state(self, named: Mapping[str, Mapping[str, Any]]) -> list[str]: ...
     def group_options(self) -> list[dict[str, Any]]: ...
     def load_group_options(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
+    def settle(self) -> bool: ...
+    def rank_tensors(self, create: bool = False) -> dict[str, Tensor]: ...
+    def state_was_loaded(self) -> None: ...
 
 
 class StateTree:
@@ -58,7 +61,8 @@ class StateTree:
 
     ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
     saves them; what is on every rank comes from rank 0. ``buffers`` gives the persistent ones as they are now, for a
-    module may replace its own. ``config`` is the resolved config as JSON.
+    module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that belong to a rank
+    are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin at zero.
     """
 
     def __init__(
@@ -89,6 +93,10 @@ class StateTree:
         """Parts without a state of their own (None) are left out."""
         self._parts |= {part.name: part for part in parts if part is not None}
 
+    def settle(self) -> bool:
+        """Before a save, on all ranks: bring parameters together that differ. Whether any changed."""
+        return self._optimizer is not None and self._optimizer.settle()
+
     # --- saving ------------------------------------------------------------------------------------------------
 
     def save(
@@ -100,7 +108,7 @@ class StateTree:
         exclude_frozen: bool = False,
     ) -> Path:
         """Write ``directory/tag``. All ranks call it."""
-        chunks: list[Chunk] = []
+        chunks = self._rank_chunks(self._optimizer.rank_tensors()) if self._optimizer is not None else []
         if self._writes_shards:
             chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
         if not exclude_frozen:
@@ -140,6 +148,19 @@ class StateTree:
 
     def _buffer_chunks(self) -> list[Chunk]:
         return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
+
+    def _rank_chunks(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
+        """Row r of the global tensor ``rank.NAME`` is rank r's."""
+        return [
+            Chunk(
+                f"rank.{name}",
+                (self.layout.world_size, tensor.numel()),
+                (self._rank, 0),
+                (1, tensor.numel()),
+                tensor.view(1, -1),
+            )
+            for name, tensor in tensors.items()
+        ]
 
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
@@ -186,6 +207,7 @@ class StateTree:
         whole: dict[str, dict[str, Tensor]] = {}
         if optimizer and self._optimizer is not None:
             chunks += self._wanted_optimizer_chunks(manifest, whole)
+            chunks += self._wanted_rank_chunks(manifest)
         loaded = load_tensors(
             directory,
             manifest.tag,
@@ -201,6 +223,7 @@ class StateTree:
             if groups is not None:
                 self._optimizer.load_group_options(groups["groups"])
                 restored.add("optimizer_groups")
+            self._optimizer.state_was_loaded()
         for part in self._parts.values():
             if (part.name == "lr_scheduler" and not lr_scheduler) or (part.name != "lr_scheduler" and not run):
                 continue
@@ -234,6 +257,29 @@ class StateTree:
                     whole.setdefault(shard.info.name, {})[key] = target
                     chunks.append(_whole(name, target))
         return chunks
+
+    def _wanted_rank_chunks(self, manifest: Manifest) -> list[Chunk]:
+        """Targets for what this rank saved for itself, where the ranks are the same; else what it has is zeroed."""
+        assert self._optimizer is not None
+        saved = [name for name in manifest.tensors if name.startswith("rank.")]
+        chunks = self._rank_chunks(self._optimizer.rank_tensors(create=bool(saved)))
+        fits = {
+            chunk.name
+            for chunk in chunks
+            if manifest.same_ranks(self.layout)
+            and chunk.name in manifest.tensors
+            and manifest.tensors[chunk.name].shape == chunk.global_shape
+        }
+        for chunk in chunks:
+            if chunk.name not in fits:
+                chunk.tensor.zero_()
+        if self._rank == 0 and len(fits) < len(saved):
+            log.warning(
+                "%s was written by other ranks or under another bucket layout: the compression errors that each rank "
+                "had kept for itself begin at zero again",
+                manifest.path,
+            )
+        return [chunk for chunk in chunks if chunk.name in fits]
 
     def _check_batch(self, manifest: Manifest, override: bool) -> None:
         saved, now = manifest.layout.global_batch_size, self.layout.global_batch_size

@@ -56,7 +56,7 @@ def _checkpointing_on(config: Config) -> bool:
 
 
 NOT_BUILT: dict[str, Callable[[Config], bool]] = {
-    "optimizer.type": _optimizer("ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
+    "optimizer.type": _optimizer("MuAdam", "MuAdamW", "MuSGD"),
     "amp.enabled": lambda config: config.amp.enabled,
     "fp16.fp16_master_weights_and_grads": lambda config: config.fp16.fp16_master_weights_and_grads,
     "bf16.bf16_master_weights_and_grads": lambda config: config.bf16.bf16_master_weights_and_grads,

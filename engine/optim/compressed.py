@@ -53,22 +53,30 @@ class LocalReduction(Protocol):
 
 @dataclass(eq=False)
 class Flat:
-    """One bucket as the optimizer sees it. Tensors are flat, fp32, of the bucket's size.
+    """One bucket as the optimizer sees it. Tensors are flat, fp32, of the bucket's size, or have one entry a parameter.
 
-    ``names``/``spans``: its parameters in order. ``mask``: 0 where momentum is held at zero, else 1; None: nowhere.
-    ``denominator``: what a frozen variance makes of the update, computed once.
+    ``names``/``spans``: its parameters in order. ``state`` is saved, ``extra`` lasts until the next load. ``mask``: 0
+    where momentum is held at zero, else 1; None: nowhere. ``denominator``: what a frozen variance makes of the update,
+    computed once. ``coefficients``: LAMB's, of the last step.
     """
 
     bucket: FlatBucket
     options: dict[str, Any]
     names: list[str]
     spans: list[Range]
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: dict[str, Tensor]
     mask: Tensor | None = None
     denominator: Tensor | None = None
     collective: CompressedAllReduce | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
+    coefficients: Tensor | None = None
+    is_apart: bool = False
+    """Whether ranks hold different values (0/1 Adam between synchronisations)."""
+
+    def __post_init__(self) -> None:
+        self.exp_avg, self.exp_avg_sq = self.state["exp_avg"], self.state["exp_avg_sq"]
+        self.sizes = [b - a for a, b in self.spans]
+        self.lengths = torch.tensor(self.sizes, device=self.exp_avg.device)
 
     @property
     def values(self) -> Tensor:
@@ -79,13 +87,21 @@ class Flat:
         assert self.bucket.gradients is not None
         return self.bucket.gradients
 
+    def absent_indices(self) -> list[int]:
+        """The parameters that no rank has a gradient of in this window: neither they nor their state change."""
+        return [i for i, (shard, _) in enumerate(self.bucket.shards) if shard.parameter.grad is None]
+
     def absent(self) -> list[Range]:
-        """Where no rank has a gradient in this window: neither parameters nor state change there."""
-        return [
-            span
-            for span, (shard, _) in zip(self.spans, self.bucket.shards, strict=True)
-            if shard.parameter.grad is None
-        ]
+        """Where they lie."""
+        return [self.spans[i] for i in self.absent_indices()]
+
+    def expand(self, per_parameter: Tensor) -> Tensor:
+        """One entry per element of what has one per parameter."""
+        return per_parameter.repeat_interleave(self.lengths, output_size=self.exp_avg.numel())
+
+    def views(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """A flat tensor cut into the parts of its parameters."""
+        return tensor.split(self.sizes)
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -97,7 +113,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     parameter; 0 holds the momentum at zero; never saved) and ``non_freeze`` (plain all-reduce and a living variance).
     """
 
-    SHARED_STATE = ("exp_avg", "exp_avg_sq")
+    PER_ELEMENT: Mapping[str, float] = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    PER_PARAMETER: Mapping[str, float] = {}
+    """The state that is saved, and what it is before the first step."""
 
     def __init__(
         self,
@@ -137,9 +155,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 )
             spans = [(offset, offset + shard.parameter.numel()) for shard, offset in bucket.shards]
             names = [shard.info.name for shard, _ in bucket.shards]
-            zeros = torch.zeros_like(bucket.master)
-            options = self.param_groups[bucket.group]
-            flat = Flat(bucket, options, names, spans, zeros, torch.zeros_like(zeros))
+            state = {key: torch.empty_like(bucket.master) for key in self.PER_ELEMENT}
+            state |= {key: bucket.master.new_empty(len(spans)) for key in self.PER_PARAMETER}
+            flat = Flat(bucket, self.param_groups[bucket.group], names, spans, state)
             flat.mask = self._mask(flat)
             self.flats.append(flat)
             self._of_bucket[id(bucket)] = flat
@@ -173,19 +191,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return flat_mask
 
     def initialize_state(self, params: Iterable[Tensor]) -> None:
-        """Give each parameter the state it would have before its first step: views of the flat buffers, zeroed."""
+        """Give each parameter the state it would have before its first step, as views of the flat buffers."""
         wanted = set(params)
         for flat in self.flats:
-            for (shard, _), (a, b) in zip(flat.bucket.shards, flat.spans, strict=True):
-                parameter = shard.parameter
-                if parameter in wanted and not self.state.get(parameter):
-                    views = {"exp_avg": flat.exp_avg[a:b], "exp_avg_sq": flat.exp_avg_sq[a:b]}
-                    self.state[parameter] = {key: view.zero_().view(parameter.shape) for key, view in views.items()}
-                    self.state[parameter] |= self.initial_state(parameter)
-
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What a parameter has besides its moments."""
-        return {}
+            for i, (shard, _) in enumerate(flat.bucket.shards):
+                parameter, span = shard.parameter, slice(*flat.spans[i])
+                if parameter not in wanted or self.state.get(parameter):
+                    continue
+                views = {key: flat.state[key][span].view(parameter.shape) for key in self.PER_ELEMENT}
+                views |= {key: flat.state[key][i] for key in self.PER_PARAMETER}
+                for key, initial in (*self.PER_ELEMENT.items(), *self.PER_PARAMETER.items()):
+                    views[key].fill_(initial)
+                self.state[parameter] = views
 
     # --- what the algorithms say -----------------------------------------------------------------------------
 
@@ -237,7 +254,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 flat.exp_avg.numel(),
                 self._group,
                 flat.exp_avg.device,
-                segments=[b - a for a, b in flat.spans] if self._unit == "tensor" else None,
+                segments=flat.sizes if self._unit == "tensor" else None,
                 mask=None if self._deepspeed else flat.mask,
                 scale=self._scale,  # type: ignore[arg-type]
                 counts_padding=self._deepspeed,
@@ -273,7 +290,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def state_was_loaded(self) -> None:
         """What was derived from the state before a load is derived anew."""
         for flat in self.flats:
-            flat.denominator = None
+            flat.denominator, flat.extra, flat.is_apart = None, {}, False
 
 
 def connect(

@@ -16,8 +16,10 @@ from engine.optim.compressed import CompressedOptimizer
 from engine.optim.lamb import Lamb, NormReduce
 from engine.optim.lion import Lion
 from engine.optim.onebit_adam import OneBitAdam
+from engine.optim.onebit_lamb import OneBitLamb
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.signatures import check_parameters, described
+from engine.optim.zero_one_adam import ZeroOneAdam
 from engine.plan.plan import OptimizerPlan
 
 Granularity = Literal["elementwise", "whole", "flat"]
@@ -26,6 +28,8 @@ _OWN: dict[str, type[torch.optim.Optimizer]] = {
     "Lamb": Lamb,
     "Lion": Lion,
     "OneBitAdam": OneBitAdam,
+    "ZeroOneAdam": ZeroOneAdam,
+    "OneBitLamb": OneBitLamb,
 }
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {

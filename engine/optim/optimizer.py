@@ -8,7 +8,7 @@ set on either side is set on both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,16 @@ _LAYOUT_KEYS = ("params", "param_names", "global_index", "num_global", "global_n
 
 _IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 """Group entries that choose a kernel on this machine; never loaded."""
+
+
+@runtime_checkable
+class OwnReduction(Protocol):
+    """What an optimizer has more where it reduces by itself (engine/optim/compressed.py)."""
+
+    def scalars(self) -> Mapping[str, float]: ...
+    def settle(self) -> bool: ...
+    def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]: ...
+    def state_was_loaded(self) -> None: ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -210,6 +220,29 @@ class EngineOptimizer(torch.optim.Optimizer):
                         f"the checkpoint and {tuple(torch.as_tensor(state[key]).shape)} here; the model has changed."
                     )
         return not_restored
+
+    # --- of optimizers that reduce by themselves -----------------------------------------------------------
+
+    def _reducing(self) -> list[OwnReduction]:
+        return [optimizer for optimizer in self.inner if isinstance(optimizer, OwnReduction)]
+
+    def scalars(self) -> dict[str, float]:
+        """What the optimizers inside say of themselves to the monitors."""
+        return {name: value for optimizer in self._reducing() for name, value in optimizer.scalars().items()}
+
+    def settle(self) -> bool:
+        """Collective. Bring parameters together that differ between ranks; whether there were any."""
+        return sum(optimizer.settle() for optimizer in self._reducing()) > 0
+
+    def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]:
+        """Live tensors that belong to this rank alone, by name; ``create`` makes those that no step has made yet."""
+        return {name: value for optimizer in self._reducing() for name, value in optimizer.rank_tensors(create).items()}
+
+    def state_was_loaded(self) -> None:
+        for optimizer in self._reducing():
+            optimizer.state_was_loaded()
+
+    # --- options -------------------------------------------------------------------------------------------
 
     @property
     def kinds(self) -> list[str]:

@@ -12,8 +12,10 @@ DTYPE_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {
     "AdamW": 2, "Adam": 2, "RAdam": 2, "NAdam": 2, "Adamax": 2, "Lamb": 2, "Adadelta": 2, "Rprop": 2,
     "Adagrad": 1, "RMSprop": 1, "Lion": 1, "SGD": 0, "Muon": 1, "Adafactor": 0, "ASGD": 1,
+    "OneBitAdam": 4, "ZeroOneAdam": 6, "OneBitLamb": 6,
 }  # fmt: skip
-"""fp32 numbers that an optimizer keeps per trainable element. Muon's is of its matrices; Adafactor's are vectors."""
+"""fp32 numbers that an optimizer keeps per trainable element. Muon's is of its matrices; Adafactor's are vectors.
+The 1-bit optimizers' are of their compression stage: errors, divisors and what else they keep from step to step."""
 
 
 @dataclass(frozen=True)

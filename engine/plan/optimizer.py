@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine.plan.one_bit import ONE_BIT, note_consumed
 from engine.plan.optimizer_table import (
     DECOUPLED_DECAY_OF_TORCH,
     MUON_ADAM_GROUP,
@@ -44,6 +45,8 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     spec = OPTIMIZERS[name]
     for key in spec.consumed.keys() & given.keys():
         _check_consumed(name, key, given[key], spec.consumed[key], findings)
+        if name in ONE_BIT:
+            note_consumed(name, key, given[key], findings)
     kept = {key: _frozen(value) for key, value in given.items() if key not in spec.consumed}
     if name == "Muon":
         return OptimizerPlan(findings.resolved(PATH, name), _muon_groups(kept))

@@ -27,7 +27,7 @@ _FUSED_KEYS = {"set_grad_none": True, "fp32_optimizer_states": True}
 _ADAM_KEYS = {"bias_correction": True, "torch_adam": None, "adam_w_mode": None, **_FUSED_KEYS}
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
-_ONE_BIT = {"compression_unit": "bucket", "compression_scale": "rms"}
+_ONE_BIT = {"eps_inside_sqrt": False, "compression_unit": "bucket", "compression_scale": "rms"}
 _ONE_BIT_KEYS = {"amsgrad": False, "bias_correction": None, "cuda_aware": None, "comm_backend_name": None}
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
@@ -54,8 +54,31 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
             {"amsgrad": False, "set_grad_none": True},
         ),
         "Muon": OptimizerSpec({}, {"ns_method": "standard"}),
-        "OneBitAdam": OptimizerSpec(
-            {**_ADAM, "freeze_step": 100_000, "eps_inside_sqrt": False, **_ONE_BIT}, _ONE_BIT_KEYS
+        "OneBitAdam": OptimizerSpec({**_ADAM, "freeze_step": 100_000, **_ONE_BIT}, _ONE_BIT_KEYS),
+        "ZeroOneAdam": OptimizerSpec(
+            {
+                **_ADAM,
+                "var_freeze_step": 100_000,
+                "var_update_scaler": 16,
+                "local_step_scaler": 32_678,
+                "local_step_clipper": 16,
+                **_ONE_BIT,
+            },
+            _ONE_BIT_KEYS,
+        ),
+        "OneBitLamb": OptimizerSpec(
+            {
+                **_ADAM,
+                "freeze_step": 100_000,
+                "max_coeff": 10.0,
+                "min_coeff": 0.01,
+                "coeff_beta": 0.9,
+                "factor_max": 4.0,
+                "factor_min": 0.5,
+                "factor_threshold": 0.1,
+                **_ONE_BIT,
+            },
+            _ONE_BIT_KEYS,
         ),
         "ASGD": OptimizerSpec({"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0}),
         "Adadelta": OptimizerSpec({"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0}),

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
+from engine.plan.one_bit import describe as describe_one_bit
 from engine.plan.plan import Origin, Plan
 
 MAX_COLUMNS = 120
@@ -145,6 +146,8 @@ def _optimizer(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str,
         return
     params = _params(optimizer.params, origins, "optimizer.params.")
     yield "optimizer", f"{optimizer.type}{': ' if params else ''}{params}"
+    for line in describe_one_bit(optimizer, plan.degrees, plan.precision, plan.config.training.steps):
+        yield "", line
 
 
 def _schedule(plan: Plan, origins: Mapping[str, Origin]) -> str:

@@ -9,6 +9,7 @@ from engine.plan.batch import resolve_batch
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
+from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
 from engine.plan.plan import Plan, World
 from engine.plan.precision import resolve_precision
@@ -72,6 +73,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     zero = resolve_zero(config, degrees, findings)
     clipping = resolve_clipping(config, findings)
     optimizer = resolve_optimizer(config, findings)
+    zero = resolve_one_bit(config, optimizer, degrees, zero, findings)
     schedule = resolve_schedule(config, optimizer, findings)
     check_autos(config, findings)
     seed = findings.resolved("seed", config.seed)

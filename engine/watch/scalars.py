@@ -54,6 +54,7 @@ def step_scalars(report: StepReport, tokens_per_second: float, fp16: bool) -> li
     ]
     if fp16:
         scalars.append(("Train/Samples/loss_scale", report.loss_scale))
+    scalars += report.scalars.items()
     return [(name, value, report.samples) for name, value in scalars if value is not None]
 
 

@@ -26,7 +26,8 @@ OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
         "adjust_lr_fn",
         "OneBitAdam": f"freeze_step {_ONE_BIT_ADAM}",
         "ZeroOneAdam": f"var_freeze_step var_update_scaler local_step_scaler local_step_clipper {_ONE_BIT_ADAM}",
-        "OneBitLamb": f"{_LAMB} freeze_step coeff_beta factor_max factor_min factor_threshold {_ONE_BIT}",
+        "OneBitLamb": "freeze_step max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold "
+        f"{_ONE_BIT_ADAM}",
         "SGD": f"lr momentum dampening weight_decay nesterov {_TORCH}",
         "ASGD": f"lr lambd alpha t0 weight_decay {_TORCH}",
         "Adadelta": f"lr rho eps weight_decay {_TORCH}",
