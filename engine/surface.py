@@ -139,10 +139,10 @@ class Surface:
                 "saved inside an accumulation window: a resumed run does not see its %d micro-batches again",
                 self._window.num_micro_steps,
             )
-        if self._state.settle():
-            self.roles.reduction.publish()
         tag = tag or default_tag(self.global_steps)
         with self.ledger.apart("checkpoint"):
+            if self._state.settle():
+                self.roles.reduction.publish()
             self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         self._window.leave_out(started)
         return True

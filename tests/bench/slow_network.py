@@ -156,6 +156,7 @@ def run_job(job: Job, workload: Workload, network: Hosts, timeout_seconds: float
 def figures(job: Job, ranks: Sequence[dict[str, Any]], workload: Workload, timed: tuple[int, int]) -> Measured:
     first, stop = timed
     num_steps = stop - first
+
     # steps whose rounds differ have no median that means anything; the slowest rank is the step's time
     def means(key: str) -> list[float]:
         return [statistics.fmean(rank["steps"][number][key] for number in range(first, stop)) for rank in ranks]
@@ -257,7 +258,15 @@ class Table:
 
     def markdown(self) -> list[str]:
         load, any_run = self.workload, next(iter(self.runs.values()))
-        header = ["optimizer", "samples/s", "step ms", "CPU ms/step", "times AdamW", "bytes/step, kernel", "bytes/step, ledger"]
+        header = [
+            "optimizer",
+            "samples/s",
+            "step ms",
+            "CPU ms/step",
+            "times AdamW",
+            "bytes/step, kernel",
+            "bytes/step, ledger",
+        ]
         header.append("fp32 all-reduce / bytes")
         return [
             "",
@@ -281,8 +290,9 @@ def page(tables: Sequence[Table], facts: dict[str, Any]) -> tuple[str, bool]:
         + ", ".join(f"{name} {value}" for name, value in facts.items())
         + ".",
         "",
-        "Times and bytes are those of the compressed stage, of 0/1 Adam those of its local steps, as a mean per step. The "
-        "kernel's bytes hold every header at 100 Mbit/s; above, packets are cut by the link and the counter sees fewer.",
+        "Times and bytes are those of the compressed stage (0/1 Adam: its local steps), as a mean per step. Bytes are "
+        "what the kernel counted on a host's interface: at 100 Mbit/s with every header, above with fewer, as packets "
+        "are cut by the link there.",
     ]
     for table in tables:
         lines += table.markdown()
