@@ -38,6 +38,7 @@ format: $(VENV)/.installed-dev ## rewrite the code in the project's format
 
 bench: $(VENV)/.installed ## measure this engine beside its peers; writes docs/benchmarks/
 	@$(BIN)/python -m tests.bench.run --size tiny --size medium --output docs/benchmarks/engines.md $(BENCH_ARGUMENTS)
+	@$(BIN)/python -m tests.bench.paired --rows ddp,engine-s0,hand-s0,engine-s1,hand-s1,engine-s2,hand-s2,engine-s3,hand-s3 --output docs/benchmarks/in_turn.md
 	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
 
 matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; writes docs/benchmarks/matrix.md

@@ -152,6 +152,14 @@ class CompressedAllReduce:
         self.serve()
         self.finish(x)
 
+    def rescale_errors(self, factor: Tensor) -> None:
+        """Multiply the errors by ``factor`` (flat, the same on all ranks): the unit of what is reduced has changed."""
+        if self._group.size == 1:
+            return
+        self.worker_error[: self.numel].mul_(factor)
+        own = factor[self._chunk * self._group.rank :][: self._chunk]
+        self.server_error[: own.numel()].mul_(own)
+
     def begin(self, x: Tensor, held: Sequence[Range] = ()) -> None:
         """Compress this rank's ``x`` (flat fp32, local) and send it to the servers.
 

@@ -34,7 +34,7 @@ class FlatBucket(Protocol):
     """Whole parameters of one group in one flat buffer (engine/model/zero/buckets.py at stage 0)."""
 
     master: Tensor
-    gradients: Tensor | None
+    flat_gradients: Tensor | None
 
     @property
     def shards(self) -> Sequence[tuple[_Shard, int]]: ...
@@ -84,8 +84,8 @@ class Flat:
 
     @property
     def gradients(self) -> Tensor:
-        assert self.bucket.gradients is not None
-        return self.bucket.gradients
+        assert self.bucket.flat_gradients is not None
+        return self.bucket.flat_gradients
 
     def absent_indices(self) -> list[int]:
         """The parameters that no rank has a gradient of in this window: neither they nor their state change."""
@@ -108,7 +108,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
     """The base of OneBitAdam, ZeroOneAdam and OneBitLamb. Only an engine can step one: see `connect`.
 
     ``compression_unit``: what has one scale: a ``bucket``, a whole parameter ``group``, or each ``tensor``.
-    ``compression_scale``: ``rms`` or ``l1``. ``compat="deepspeed"``: pads count, and masks act on the result alone.
+    ``compression_scale``: ``rms`` or ``l1``.
+    ``compression_of``: what becomes signs. ``momentum``, as in the papers, gives every element an error of the size of
+    the scale s, so the update of one with a small variance errs by s / (sqrt(v) + eps), which nothing bounds.
+    ``update`` divides by sqrt(v) + eps first and multiplies afterwards: all elements err alike in the update.
+    ``max_update``: once the variance is frozen, no element moves by more than this times the learning rate (0: no
+    bound), for a variance that saw no gradient in time does not hold it back.
+    ``bias_correction``: Adam's, with the variance frozen as corrected. The papers have none; a variance frozen after
+    fewer than 1 / (1 - beta2) steps is then too small, and all later updates too large.
+    ``eps_inside_sqrt``: sqrt(v + eps) as the divisor, the papers' notation.
+    ``compat="deepspeed"``: of the momentum, without a bound, pads count, masks act on the result alone, and neither
+    ``bias_correction`` nor ``eps_inside_sqrt`` does anything.
     Groups may have ``exp_avg_mask`` (a tensor that broadcasts to each of the group's parameters, or a list of one per
     parameter; 0 holds the momentum at zero; never saved) and ``non_freeze`` (plain all-reduce and a living variance).
     """
@@ -124,12 +134,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
         *,
         compression_unit: str = "bucket",
         compression_scale: str = "rms",
+        compression_of: str = "update",
+        max_update: float = 10.0,
+        bias_correction: bool = False,
+        eps_inside_sqrt: bool = False,
         compat: str | None = None,
     ) -> None:
         if compression_unit not in UNITS:
             raise ValueError(f"compression_unit must be one of {', '.join(UNITS)}, not {compression_unit!r}")
         if compression_scale not in ("rms", "l1"):
             raise ValueError(f'compression_scale must be "rms" or "l1", not {compression_scale!r}')
+        if compression_of not in ("update", "momentum"):
+            raise ValueError(f'compression_of must be "update" or "momentum", not {compression_of!r}')
+        if not max_update >= 0.0:
+            raise ValueError(f"max_update must be positive, or 0 for no bound, not {max_update}")
         if compat not in (None, "deepspeed"):
             raise ValueError(f'compat must be "deepspeed" or absent, not {compat!r}')
         if not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
@@ -137,6 +155,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not all(float(defaults[key]) >= 0.0 for key in ("lr", "eps", "weight_decay")):
             raise ValueError("lr, eps and weight_decay must not be negative")
         self._unit, self._scale, self._deepspeed = compression_unit, compression_scale, compat == "deepspeed"
+        self._divides = compression_of == "update" and not self._deepspeed
+        self._max_update = 0.0 if self._deepspeed else max_update
+        self._corrects_bias = bias_correction and not self._deepspeed
+        self._eps_inside_sqrt = eps_inside_sqrt and not self._deepspeed
         self.flats: list[Flat] = []
         self._of_bucket: dict[int, Flat] = {}
         self._group = ShardGroup.alone()
@@ -210,6 +232,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Whether the gradients of the coming step are not to be reduced."""
         raise NotImplementedError
 
+    def num_variance_updates(self, flat: Flat) -> int:
+        """How many gradients the variance has seen, the coming step's included."""
+        raise NotImplementedError
+
     def update(self, step: int) -> None:
         """One step, the ``step``-th (from 1), on gradients that are unscaled and clipped."""
         raise NotImplementedError
@@ -247,6 +273,29 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # --- parts of an update, each over a whole bucket ----------------------------------------------------------
 
+    def divisor(self, flat: Flat) -> Tensor:
+        """sqrt(v) + eps, kept until the variance changes (then set ``flat.denominator`` to None)."""
+        if flat.denominator is None:
+            flat.denominator = self.root(flat, flat.exp_avg_sq, self.num_variance_updates(flat))
+        return flat.denominator
+
+    def root(self, flat: Flat, variance: Tensor, num_updates: int) -> Tensor:
+        """What divides the momentum, from a variance that was updated ``num_updates`` times."""
+        eps, beta2 = flat.options["eps"], flat.options["betas"][1]
+        corrected = variance / (1.0 - beta2**num_updates) if self._corrects_bias and num_updates else variance.clone()
+        return corrected.add_(eps).sqrt_() if self._eps_inside_sqrt else corrected.sqrt_().add_(eps)
+
+    def step_size(self, flat: Flat, step: int) -> float:
+        """The learning rate, over what the momentum lacks in the first steps."""
+        lr = float(flat.options["lr"])
+        return lr / (1.0 - flat.options["betas"][0] ** step) if self._corrects_bias else lr
+
+    def bound(self, flat: Flat, momentum: Tensor, factor: float = 1.0) -> None:
+        """Hold ``momentum`` within ``factor`` times what gives the largest update."""
+        if self._max_update:
+            largest = self.divisor(flat) * (self._max_update * factor)
+            torch.clamp(momentum, largest.neg(), largest, out=momentum)
+
     def collective_of(self, flat: Flat) -> CompressedAllReduce:
         """The collective with its error buffers, made when it is first needed."""
         if flat.collective is None:
@@ -262,14 +311,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return flat.collective
 
     def reduce(self, tensors: Sequence[tuple[Flat, Tensor, Sequence[Range]]]) -> Iterable[tuple[Flat, Tensor]]:
-        """The 1-bit mean over ranks of each flat tensor, in place, except in its ranges that are held. Yields each when
-        it is there, while others travel. One rank: nothing is done."""
+        """The 1-bit mean over ranks of each flat tensor of momentum or gradients, in place, except in its ranges that
+        are held. Yields each when it is there, while others travel. One rank: only masks act."""
+        divides = self._divides and self._group.size > 1
         for flat, tensor, held in tensors:
+            if divides:
+                tensor.div_(self.divisor(flat))
             self.collective_of(flat).begin(tensor, held)
         for flat, _, _ in tensors:
             self.collective_of(flat).serve()
         for flat, tensor, _ in tensors:
             self.collective_of(flat).finish(tensor)
+            if divides:
+                tensor.mul_(self.divisor(flat))
             if flat.mask is not None:
                 tensor.mul_(flat.mask)
             yield flat, tensor

@@ -8,8 +8,10 @@ Compression, from step ``freeze_step`` + 1 on; g_i is rank i's own gradient and 
 
     m = CAR_i(b1 m + (1 - b1) g_i);                     p -= lr (m / (sqrt(v) + eps) + weight_decay p)
 
-CAR is the error-compensated 1-bit all-reduce (engine/collectives/compressed_all_reduce.py). There is no bias
-correction, as in the paper. On one rank CAR is the identity.
+CAR is the error-compensated 1-bit all-reduce (engine/collectives/compressed_all_reduce.py). By
+default it is taken in units of the update: CAR(x) stands for d CAR(x / d), d = sqrt(v) + eps (see `CompressedOptimizer`
+for why, and for the paper's own). There is no bias correction unless asked for, as in the paper. On one rank CAR is the
+identity.
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ from engine.optim.compressed import CompressedOptimizer, Flat, Kept
 
 
 class OneBitAdam(CompressedOptimizer):
-    """Adam whose momentum travels in 1 bit per element once the variance is frozen. See `CompressedOptimizer`.
-
-    ``eps_inside_sqrt``: sqrt(v + eps) as the divisor, the paper's notation (DeepSpeed ignores it).
-    """
+    """Adam whose momentum travels in 1 bit per element once the variance is frozen. See `CompressedOptimizer`."""
 
     def __init__(
         self,
@@ -37,25 +36,23 @@ class OneBitAdam(CompressedOptimizer):
         weight_decay: float = 0.0,
         *,
         freeze_step: int = 100_000,
-        eps_inside_sqrt: bool = False,
-        compression_unit: str = "bucket",
-        compression_scale: str = "rms",
-        compat: str | None = None,
+        **compression: Any,
     ) -> None:
         if freeze_step < 1:
             raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: no variance has been seen before it")
         self.freeze_step = freeze_step
-        self._eps_inside_sqrt = eps_inside_sqrt and compat != "deepspeed"
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            compression_unit=compression_unit,
-            compression_scale=compression_scale,
-            compat=compat,
+            **compression,
         )
 
     def stays_local(self, flat: Flat) -> bool:
         return self.num_steps >= self.freeze_step and not flat.options.get("non_freeze")
+
+    def num_variance_updates(self, flat: Flat) -> int:
+        step = self.num_steps + 1
+        return step if flat.options.get("non_freeze") else min(step, self.freeze_step)
 
     def scalars(self) -> Mapping[str, float]:
         return {"Train/compression_stage": float(self.num_steps > self.freeze_step)}
@@ -63,32 +60,25 @@ class OneBitAdam(CompressedOptimizer):
     def update(self, step: int) -> None:
         if step == self.freeze_step + 1:
             self.announce(f"step {step}: the variance is frozen; from here on momentum travels in 1 bit per element")
-        travelling = []
-        kept = {}
+        travelling, kept = [], []
         for flat in self.flats:
             absent = flat.absent()
-            kept[id(flat)] = Kept(absent, flat.values, flat.exp_avg, flat.exp_avg_sq)
+            kept.append(Kept(absent, flat.values, flat.exp_avg, flat.exp_avg_sq))
             beta1, beta2 = flat.options["betas"]
             flat.exp_avg.lerp_(flat.gradients, 1.0 - beta1)
             if self.stays_local(flat):
+                self.bound(flat, flat.exp_avg)
                 travelling.append((flat, flat.exp_avg, absent))
                 continue
             flat.exp_avg_sq.mul_(beta2).addcmul_(flat.gradients, flat.gradients, value=1.0 - beta2)
-            self._apply(flat, self._denominator(flat))
+            flat.denominator = None
+            self._apply(flat, step)
         for flat, _ in self.reduce(travelling):
-            if flat.denominator is None:
-                flat.denominator = self._denominator(flat)
-            self._apply(flat, flat.denominator)
-        for saved in kept.values():
+            self._apply(flat, step)
+        for saved in kept:
             saved.restore()
 
-    def _denominator(self, flat: Flat) -> Tensor:
-        eps = flat.options["eps"]
-        return flat.exp_avg_sq.add(eps).sqrt_() if self._eps_inside_sqrt else flat.exp_avg_sq.sqrt().add_(eps)
-
-    def _apply(self, flat: Flat, denominator: Tensor) -> None:
-        lr = float(flat.options["lr"])
-        values = flat.values
+    def _apply(self, flat: Flat, step: int) -> None:
         if flat.options["weight_decay"]:
-            values.mul_(1.0 - lr * flat.options["weight_decay"])
-        values.addcdiv_(flat.exp_avg, denominator, value=-lr)
+            flat.values.mul_(1.0 - float(flat.options["lr"]) * flat.options["weight_decay"])
+        flat.values.addcdiv_(flat.exp_avg, self.divisor(flat), value=-self.step_size(flat, step))

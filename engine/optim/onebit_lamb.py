@@ -52,10 +52,7 @@ class OneBitLamb(CompressedOptimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        eps_inside_sqrt: bool = False,
-        compression_unit: str = "bucket",
-        compression_scale: str = "rms",
-        compat: str | None = None,
+        **compression: Any,
     ) -> None:
         if freeze_step < 1:
             raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: no variance has been seen before it")
@@ -64,13 +61,10 @@ class OneBitLamb(CompressedOptimizer):
         self.freeze_step = freeze_step
         self._ratio_bounds, self._coeff_beta = (min_coeff, max_coeff), coeff_beta
         self._factor_bounds, self._factor_threshold = (factor_min, factor_max), factor_threshold
-        self._eps_inside_sqrt = eps_inside_sqrt and compat != "deepspeed"
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            compression_unit=compression_unit,
-            compression_scale=compression_scale,
-            compat=compat,
+            **compression,
         )
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -83,6 +77,10 @@ class OneBitLamb(CompressedOptimizer):
 
     def stays_local(self, flat: Flat) -> bool:
         return self.num_steps >= self.freeze_step and not flat.options.get("non_freeze")
+
+    def num_variance_updates(self, flat: Flat) -> int:
+        step = self.num_steps + 1
+        return step if flat.options.get("non_freeze") else min(step, self.freeze_step)
 
     def scalars(self) -> Mapping[str, float]:
         return {"Train/compression_stage": float(self.num_steps > self.freeze_step)}
@@ -102,23 +100,25 @@ class OneBitLamb(CompressedOptimizer):
                 Kept([(i, i + 1) for i in flat.absent_indices()], *(flat.state[key] for key in self.PER_PARAMETER))
             )
             if not self.stays_local(flat):
-                self._step_dense(flat)
+                self._step_dense(flat, step)
                 continue
             before[id(flat)] = flat.exp_avg.clone()
             flat.exp_avg.lerp_(flat.gradients, 1.0 - flat.options["betas"][0])
+            self.bound(flat, flat.exp_avg)
             flat.exp_avg.mul_(flat.expand(flat.state["momentum_scale"]))
             travelling.append((flat, flat.exp_avg, absent))
         for flat, momentum in self.reduce(travelling):
             momentum.div_(flat.expand(flat.state["momentum_scale"]))
-            self._step_compressed(flat, before[id(flat)])
+            self._step_compressed(flat, before[id(flat)], step)
         for saved in kept:
             saved.restore()
 
-    def _step_dense(self, flat: Flat) -> None:
+    def _step_dense(self, flat: Flat, step: int) -> None:
         beta1, beta2 = flat.options["betas"]
         flat.exp_avg.lerp_(flat.gradients, 1.0 - beta1)
         flat.exp_avg_sq.mul_(beta2).addcmul_(flat.gradients, flat.gradients, value=1.0 - beta2)
-        update = flat.exp_avg / self._root(flat, flat.exp_avg_sq)
+        flat.denominator = None
+        update = self._direction(flat, step)
         if flat.options["weight_decay"]:
             update.add_(flat.values, alpha=flat.options["weight_decay"])
         weight_norms, update_norms = _norms(flat, flat.values), _norms(flat, update)
@@ -133,7 +133,8 @@ class OneBitLamb(CompressedOptimizer):
         roots = []
         for flat in flats:
             flat.state["exp_avg_sq_fresh"].copy_(flat.exp_avg_sq)
-            roots.append(_norms(flat, flat.exp_avg) / flat.lengths.sqrt())
+            travelling = flat.exp_avg / self.divisor(flat) if self._divides else flat.exp_avg
+            roots.append(_norms(flat, travelling) / flat.lengths.sqrt())
             if not self._deepspeed:
                 average = flat.state["coeff_average"]
                 average.copy_(torch.where(average == 0.0, 1.0, average))
@@ -145,16 +146,14 @@ class OneBitLamb(CompressedOptimizer):
             scale = alive.mean() / root if alive.numel() else torch.ones_like(root)
             flat.state["momentum_scale"].copy_(torch.where(root > 0.0, scale, 1.0))
 
-    def _step_compressed(self, flat: Flat, before: Tensor) -> None:
+    def _step_compressed(self, flat: Flat, before: Tensor, step: int) -> None:
         beta1, beta2 = flat.options["betas"]
         decay, fresh = flat.options["weight_decay"], flat.state["exp_avg_sq_fresh"]
         gradients = before.mul_(-beta1).add_(flat.exp_avg).div_(1.0 - beta1)
         fresh.mul_(beta2).addcmul_(gradients, gradients, value=1.0 - beta2)
-        if flat.denominator is None:
-            flat.denominator = self._root(flat, flat.exp_avg_sq)
-        factors = flat.denominator / self._root(flat, fresh)
+        factors = self.divisor(flat) / self.root(flat, fresh, step)
         largest = torch.stack(foreach_max(flat.views(factors)))
-        update = flat.exp_avg / flat.denominator
+        update = self._direction(flat, step)
         if decay:
             plain_norms = _norms(flat, update)
             update.add_(flat.values, alpha=decay)
@@ -167,9 +166,10 @@ class OneBitLamb(CompressedOptimizer):
         last.copy_(factor)
         self._apply(flat, update, flat.state["coeff_average"] * factor)
 
-    def _root(self, flat: Flat, variance: Tensor) -> Tensor:
-        eps = flat.options["eps"]
-        return variance.add(eps).sqrt_() if self._eps_inside_sqrt else variance.sqrt().add_(eps)
+    def _direction(self, flat: Flat, step: int) -> Tensor:
+        lr = float(flat.options["lr"])
+        update = flat.exp_avg / self.divisor(flat)
+        return update.mul_(self.step_size(flat, step) / lr) if lr else update
 
     def _apply(self, flat: Flat, update: Tensor, coefficients: Tensor) -> None:
         flat.coefficients = coefficients

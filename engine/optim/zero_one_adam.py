@@ -15,8 +15,7 @@ alone, and u_i is what it added to the point p_0 where all ranks were together:
 
 At a synchronisation W = CAR_i((sqrt(v) + eps) u_i), p = p_0 + W / (sqrt(v) + eps), m = -W / L: the momentum is the
 mean over ranks of the lr-weighted mean over the interval. The steps of refreshes and synchronisations:
-`engine.plan.one_bit.RoundSchedule`.
-
+`engine.plan.one_bit.RoundSchedule`. CAR is as in engine/optim/onebit_adam.py.
 ``compat="deepspeed"``: weight decay is part of u_i, so it comes back a second time through m.
 """
 
@@ -32,7 +31,7 @@ from engine.collectives.compressed_all_reduce import Range
 from engine.optim.compressed import CompressedOptimizer, Flat, Kept
 from engine.plan.one_bit import RoundSchedule
 
-_COUNTERS = ("variance_interval", "num_refreshes", "local_interval", "num_local_steps")
+_COUNTERS = ("variance_interval", "num_refreshes", "num_refreshes_in_all", "local_interval", "num_local_steps")
 
 
 class ZeroOneAdam(CompressedOptimizer):
@@ -53,10 +52,7 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
-        eps_inside_sqrt: bool = False,
-        compression_unit: str = "bucket",
-        compression_scale: str = "rms",
-        compat: str | None = None,
+        **compression: Any,
     ) -> None:
         lengths = (var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         if min(lengths) < 1:
@@ -64,14 +60,11 @@ class ZeroOneAdam(CompressedOptimizer):
                 "var_freeze_step, var_update_scaler, local_step_scaler and local_step_clipper must be at least 1"
             )
         self._rounds = RoundSchedule(*lengths)
-        self._eps_inside_sqrt = eps_inside_sqrt and compat != "deepspeed"
         counters = {name: getattr(self._rounds, name) for name in _COUNTERS}
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **counters},
-            compression_unit=compression_unit,
-            compression_scale=compression_scale,
-            compat=compat,
+            **compression,
         )
 
     def _schedule(self) -> RoundSchedule:
@@ -82,6 +75,12 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def stays_local(self, flat: Flat) -> bool:
         return not flat.options.get("non_freeze") and not self._schedule().refreshes(self.num_steps + 1)
+
+    def num_variance_updates(self, flat: Flat) -> int:
+        step = self.num_steps + 1
+        if flat.options.get("non_freeze"):
+            return step
+        return self._rounds.num_refreshes_in_all + self._rounds.refreshes(step)
 
     def scalars(self) -> Mapping[str, float]:
         return {
@@ -102,50 +101,49 @@ class ZeroOneAdam(CompressedOptimizer):
                 collective.server_error.zero_()
         for flat in self.flats:
             if flat not in compressed or schedule.refreshes(step):
-                self._refresh(flat)
+                self._refresh(flat, step)
         if schedule.is_local(step):
             for flat in compressed:
-                self._step_alone(flat)
+                self._step_alone(flat, step)
             if schedule.synchronises(step):
                 self._synchronise(compressed)
         elif not schedule.refreshes(step):
-            self._step_on_signs(compressed)
+            self._step_on_signs(compressed, step)
         schedule.advance(step)
         for group in self.param_groups:
             group.update({name: getattr(schedule, name) for name in _COUNTERS})
 
     # --- phase A ---------------------------------------------------------------------------------------------
 
-    def _refresh(self, flat: Flat) -> None:
+    def _refresh(self, flat: Flat, step: int) -> None:
         kept = Kept(flat.absent(), flat.values, flat.exp_avg, flat.exp_avg_sq)
         beta1, beta2 = flat.options["betas"]
+        before = flat.denominator
         flat.exp_avg.lerp_(flat.gradients, 1.0 - beta1)
         flat.exp_avg_sq.mul_(beta2).addcmul_(flat.gradients, flat.gradients, value=1.0 - beta2)
         flat.denominator = None
-        self._apply(flat)
+        if self._divides and flat.collective is not None and before is not None:
+            flat.collective.rescale_errors(before.div_(self.divisor(flat)))  # they are in units of the update
+        self._apply(flat, step)
         kept.restore()
 
-    def _step_on_signs(self, flats: Sequence[Flat]) -> None:
+    def _step_on_signs(self, flats: Sequence[Flat], step: int) -> None:
+        for flat in flats:
+            # a momentum is at most as large as the gradients that it averages
+            self.bound(flat, flat.gradients, factor=1.0 / (1.0 - flat.options["betas"][0]))
         for flat, gradients in self.reduce([(flat, flat.gradients, flat.absent()) for flat in flats]):
             kept = Kept(flat.absent(), flat.values, flat.exp_avg)
             flat.exp_avg.lerp_(gradients, 1.0 - flat.options["betas"][0])
-            self._apply(flat)
+            self._apply(flat, step)
             kept.restore()
 
-    def _apply(self, flat: Flat) -> None:
-        lr, values = float(flat.options["lr"]), flat.values
-        values.mul_(1.0 - lr * flat.options["weight_decay"])
-        values.addcdiv_(flat.exp_avg, self._denominator(flat), value=-lr)
-
-    def _denominator(self, flat: Flat) -> Tensor:
-        if flat.denominator is None:
-            eps, v = flat.options["eps"], flat.exp_avg_sq
-            flat.denominator = v.add(eps).sqrt_() if self._eps_inside_sqrt else v.sqrt().add_(eps)
-        return flat.denominator
+    def _apply(self, flat: Flat, step: int) -> None:
+        flat.values.mul_(1.0 - float(flat.options["lr"]) * flat.options["weight_decay"])
+        flat.values.addcdiv_(flat.exp_avg, self.divisor(flat), value=-self.step_size(flat, step))
 
     # --- phase B ---------------------------------------------------------------------------------------------
 
-    def _step_alone(self, flat: Flat) -> None:
+    def _step_alone(self, flat: Flat, step: int) -> None:
         if not flat.extra:
             zeros = torch.zeros_like(flat.exp_avg)
             sums = torch.zeros(len(flat.spans), dtype=torch.float32, device=zeros.device)
@@ -159,14 +157,14 @@ class ZeroOneAdam(CompressedOptimizer):
         kept = Kept(flat.absent(), flat.exp_avg, start, moved)
         sums_kept = Kept([(i, i + 1) for i in flat.absent_indices()], sums)
         flat.exp_avg.lerp_(flat.gradients, 1.0 - flat.options["betas"][0])
+        self.bound(flat, flat.exp_avg)
         if self._deepspeed:
             moved.add_(flat.values, alpha=-lr * decay)
-            sums.add_(lr)
         else:
             for tensor in (start, moved, sums):
                 tensor.mul_(1.0 - lr * decay)
-            sums.add_(lr)
-        moved.addcdiv_(flat.exp_avg, self._denominator(flat), value=-lr)
+        sums.add_(self.step_size(flat, step))
+        moved.addcdiv_(flat.exp_avg, self.divisor(flat), value=-self.step_size(flat, step))
         kept.restore()
         sums_kept.restore()
         torch.add(start, moved, out=flat.values)
@@ -176,11 +174,11 @@ class ZeroOneAdam(CompressedOptimizer):
         for flat in flats:
             never = (flat.extra["lr_sums"] == 0.0).tolist()
             held[id(flat)] = [span for span, zero in zip(flat.spans, never, strict=True) if zero]
-            flat.extra["moved"].mul_(self._denominator(flat))
+            flat.extra["moved"].mul_(self.divisor(flat))
         for flat, moved in self.reduce([(flat, flat.extra["moved"], held[id(flat)]) for flat in flats]):
             kept = Kept(held[id(flat)], flat.exp_avg, flat.values)
             torch.div(moved, flat.expand(flat.extra["lr_sums"]).neg_(), out=flat.exp_avg)
-            torch.addcdiv(flat.extra["start"], moved, self._denominator(flat), out=flat.values)
+            torch.addcdiv(flat.extra["start"], moved, self.divisor(flat), out=flat.values)
             kept.restore()
             moved.zero_()
             flat.extra["lr_sums"].zero_()

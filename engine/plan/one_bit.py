@@ -28,7 +28,7 @@ class RoundSchedule:
     Until ``var_freeze_step`` the variance is refreshed, from a full-precision all-reduce, at the steps that
     ``variance_interval`` divides; the interval doubles after every ``var_update_scaler`` refreshes. After it ranks
     synchronise at the steps that ``local_interval`` divides; it doubles every ``local_step_scaler`` steps, up to
-    ``local_step_clipper``.
+    ``local_step_clipper``. ``num_refreshes`` and ``num_local_steps`` count since the last doubling.
     """
 
     var_freeze_step: int
@@ -37,6 +37,7 @@ class RoundSchedule:
     local_step_clipper: int
     variance_interval: int = 1
     num_refreshes: int = 0
+    num_refreshes_in_all: int = 0
     local_interval: int = 1
     num_local_steps: int = 0
 
@@ -59,6 +60,7 @@ class RoundSchedule:
                 self.local_interval = min(self.local_step_clipper, 2 * self.local_interval)
         elif self.refreshes(step):
             self.num_refreshes += 1
+            self.num_refreshes_in_all += 1
             if self.num_refreshes == self.var_update_scaler:
                 self.num_refreshes = 0
                 self.variance_interval *= 2
@@ -128,6 +130,15 @@ def resolve_one_bit(
             f"{switch} is not before the end of training ({steps} steps): the compression stage is never reached; "
             "a usual choice is 15 to 25 % of all steps",
         )
+    horizon = 1.0 / (1.0 - params["betas"][1])
+    num_updates = rounds(optimizer, switch).full
+    if num_updates < 2.0 * horizon and not params.get("bias_correction"):
+        findings.note(
+            f"{PARAMS}.{SWITCH[name]}",
+            f"the variance is frozen after {num_updates} gradients while beta2 looks back {horizon:.0f}: it has come "
+            f"to {1.0 - params['betas'][1] ** num_updates:.2g} of its size, so later updates are too large; freeze "
+            "later, lower beta2, or set bias_correction to true",
+        )
     memory = 1.0 / (1.0 - params["coeff_beta"]) if name == "OneBitLamb" else 0.0
     if memory > switch:
         findings.note(
@@ -137,6 +148,12 @@ def resolve_one_bit(
         )
     if degrees.dp == 1:
         findings.note("optimizer.type", f"on one rank nothing travels: {name} compresses nothing")
+    if params.get("compat") == "deepspeed":
+        for key in ("bias_correction", "eps_inside_sqrt"):
+            if params.get(key):
+                findings.note(
+                    f"{PARAMS}.{key}", f'no effect with "compat": "deepspeed": DeepSpeed ignores it for {name}'
+                )
     whole_groups = params["compression_unit"] == "group"
     return replace(zero, whole_groups=whole_groups)
 
@@ -144,9 +161,7 @@ def resolve_one_bit(
 def note_consumed(name: str, key: str, value: Any, findings: Findings) -> None:
     """What becomes of DeepSpeed's keys that the 1-bit optimizers do not read."""
     path = f"{PARAMS}.{key}"
-    if key == "bias_correction" and value:
-        findings.note(path, f"no effect: {name} has no bias correction, in the papers as in DeepSpeed")
-    elif key == "cuda_aware" and value:
+    if key == "cuda_aware" and value:
         findings.note(path, "no effect: messages go through the process group, which knows its devices")
     elif key == "comm_backend_name":
         findings.note(path, f"no effect: {value} or not, messages go through the backend of the process group")

@@ -27,8 +27,15 @@ _FUSED_KEYS = {"set_grad_none": True, "fp32_optimizer_states": True}
 _ADAM_KEYS = {"bias_correction": True, "torch_adam": None, "adam_w_mode": None, **_FUSED_KEYS}
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
-_ONE_BIT = {"eps_inside_sqrt": False, "compression_unit": "bucket", "compression_scale": "rms"}
-_ONE_BIT_KEYS = {"amsgrad": False, "bias_correction": None, "cuda_aware": None, "comm_backend_name": None}
+_ONE_BIT = {
+    "bias_correction": False,
+    "eps_inside_sqrt": False,
+    "compression_unit": "bucket",
+    "compression_scale": "rms",
+    "compression_of": "update",
+    "max_update": 10.0,
+}
+_ONE_BIT_KEYS = {"amsgrad": False, "cuda_aware": None, "comm_backend_name": None}
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType(
     {

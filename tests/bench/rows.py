@@ -34,6 +34,12 @@ class Row:
     needs_deepspeed: bool = False
 
 
+def join() -> None:
+    """The process group, once: rows that run in turn share it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
 def plain_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -58,14 +64,14 @@ def plain_step(
 
 
 def setup_ddp(model: GPT, workload: Workload) -> Step:
-    dist.init_process_group("gloo")
+    join()
     module = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **workload.adamw_arguments)
     return plain_step(module, optimizer, workload, module.no_sync)
 
 
 def setup_zero_redundancy(model: GPT, workload: Workload) -> Step:
-    dist.init_process_group("gloo")
+    join()
     module = nn.parallel.DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **workload.adamw_arguments
@@ -74,7 +80,7 @@ def setup_zero_redundancy(model: GPT, workload: Workload) -> Step:
 
 
 def setup_fsdp2(model: GPT, workload: Workload, *, reshard_after_forward: bool) -> Step:
-    dist.init_process_group("gloo")
+    join()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -144,7 +150,7 @@ def setup_by_hand(model: GPT, workload: Workload, *, stage: int) -> Step:
     from engine.parameters import ParameterRegistry
     from engine.plan import World, plan
 
-    dist.init_process_group("gloo")
+    join()
     world = dist.get_world_size()
     resolved = plan(load_config(json_config(workload, stage)), World(world, world))
     mesh, ledger, blocks = Mesh(resolved.degrees, torch.device("cpu")), Ledger(), find_blocks(model)

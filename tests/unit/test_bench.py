@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.bench.paired import table
 from tests.bench.table import loss_gap, markdown, ratios
 from tests.bench.workload import WORKLOADS, Workload, batches, build_model
 
@@ -60,3 +61,15 @@ def test_a_row_that_fails_says_why() -> None:
     lines = markdown({"commit": "abc"}, tables).splitlines()
     assert any(line.startswith("| engine-s0 | fails: OSError: a / b |") for line in lines)
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_rows_in_turn_are_compared_turn_by_turn() -> None:
+    """A slow spell that meets both rows leaves the ratio alone; the slowest rank counts; the first turns do not."""
+    quick, slow = (
+        {"ddp": [9.0, 1.0, 4.0], "engine-s0": [1.0, 2.0, 8.0]},
+        {"ddp": [9.0, 0.5, 2.0], "engine-s0": [1.0] * 3},
+    )
+    rows = table(
+        ["ddp", "engine-s0"], "ddp", [{"wall": quick, "cpu": quick}, {"wall": slow, "cpu": quick}], num_warmup=1
+    )
+    assert "| engine-s0 | 5000.0 | 2.000 (2.000..2.000) | 5000.0 | 2.000 (2.000..2.000) |" in rows.splitlines()

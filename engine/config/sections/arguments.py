@@ -11,7 +11,7 @@ _ADAM = f"lr betas eps weight_decay bias_correction amsgrad {_TORCH}"
 _FUSED_ADAM = f"{_ADAM} set_grad_none torch_adam adam_w_mode fp32_optimizer_states"
 _LAMB = "lr betas eps weight_decay bias_correction eps_inside_sqrt amsgrad max_coeff min_coeff set_grad_none"
 _OWN_LAMB = f"{_LAMB} compat exclude_from_adaptation"
-_ONE_BIT = "cuda_aware comm_backend_name compat compression_unit compression_scale"
+_ONE_BIT = "cuda_aware comm_backend_name compat compression_unit compression_scale compression_of max_update"
 _ONE_BIT_ADAM = f"lr betas eps weight_decay bias_correction amsgrad eps_inside_sqrt {_ONE_BIT}"
 
 OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -88,6 +88,7 @@ NUMBERS = frozenset(
         "max_coeff",
         "min_coeff",
         "coeff_beta",
+        "max_update",
         "factor_max",
         "factor_min",
         "factor_threshold",

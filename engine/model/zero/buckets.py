@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +44,8 @@ class Member:
     """In the round that runs now."""
     in_window: bool = False
 
-    @property
-    def stop(self) -> int:
-        return self.offset + self.info.numel
+    def __post_init__(self) -> None:
+        self.stop = self.offset + self.info.numel
 
     def view(self, buffer: Tensor) -> Tensor:
         return buffer[self.offset : self.stop].view(self.info.shape)
@@ -56,7 +56,7 @@ class Bucket:
     """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
     where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
     gather; ``late``: those that came after the round had sent the bucket. ``result``: this rank's shard of the window's
-    reduced gradients, None before the first reduction; ``gradients``: the same as the optimizer gets them."""
+    reduced gradients, None before the first reduction; ``flat_gradients``: the same as the optimizer gets them."""
 
     members: list[Member]
     bounds: list[int]
@@ -67,7 +67,7 @@ class Bucket:
     home: Tensor | None = None
     collect: Tensor | None = None
     result: Tensor | None = None
-    gradients: Tensor | None = None
+    flat_gradients: Tensor | None = None
     arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
     late: list[tuple[Member, Tensor]] = field(default_factory=list)
     launched: bool = False
@@ -82,6 +82,35 @@ class Bucket:
     @property
     def own(self) -> slice:
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    # Hundreds of views a step are a measurable part of a small model's step; those of `home` never change.
+
+    @cached_property
+    def home_members(self) -> dict[int, Tensor]:
+        """`home` cut into members, by registry index. Where whole gradients are kept."""
+        assert self.home is not None
+        return {member.info.index: member.view(self.home) for member in self.members}
+
+    @cached_property
+    def home_shards(self) -> list[Tensor]:
+        """This rank's part of `home` cut into shards."""
+        assert self.home is not None
+        return self.cut(self.home if self.home.numel() == self.master.numel() else self.home[self.own])
+
+    def cut(self, own: Tensor) -> list[Tensor]:
+        """``own``, as large as this rank's shard of the bucket, in the shapes of the parameters' shards."""
+        return [own[at : at + s.parameter.numel()].view(s.parameter.shape) for s, at in self.shards]
+
+    def gradients(self) -> list[Tensor]:
+        """The window's reduced gradients of the shards, in master precision: views of `flat_gradients`."""
+        assert self.result is not None
+        self.flat_gradients = self.result.to(self.master.dtype)
+        if self.flat_gradients is not self.result:
+            return self.cut(self.flat_gradients)
+        in_home = (
+            self.home is not None and self.result.untyped_storage().data_ptr() == self.home.untyped_storage().data_ptr()
+        )
+        return self.home_shards if in_home else self.cut(self.result)
 
 
 class BucketReduction:
@@ -156,11 +185,12 @@ class BucketReduction:
             return
         if bucket.collect is None:
             bucket.collect = self._collect_buffer(bucket)
+        home = bucket.home_members if bucket.collect is bucket.home else None
         firsts: tuple[list[Tensor], list[Tensor]] = ([], [])
         further: tuple[list[Tensor], list[Tensor]] = ([], [])
         for member, gradient in bucket.arrivals:
             views, gradients = further if member.collected else firsts
-            views.append(member.view(bucket.collect))
+            views.append(home[member.info.index] if home is not None else member.view(bucket.collect))
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             member.collected = True
         bucket.arrivals.clear()
@@ -205,14 +235,8 @@ class BucketReduction:
         if self._num_rounds == 0 or self._has_deferred or waiting:
             self._finish_round()
         for bucket in self.buckets:
-            assert bucket.result is not None
-            gradients = bucket.result
-            if gradients.dtype != bucket.master.dtype:
-                gradients = gradients.to(bucket.master.dtype)
-            bucket.gradients = gradients
-            for shard, offset in bucket.shards:
-                master = shard.parameter
-                master.grad = gradients[offset : offset + master.numel()].view(master.shape)
+            for (shard, _), gradient in zip(bucket.shards, bucket.gradients(), strict=True):
+                shard.parameter.grad = gradient
 
     def _end_pass(self) -> None:
         """A backward without reduction is over: its gradients wait in the buckets."""
@@ -345,7 +369,7 @@ class BucketReduction:
                 self._give_back(bucket.collect)
             bucket.arrivals.clear()
             bucket.late.clear()
-            bucket.collect = bucket.result = bucket.gradients = None
+            bucket.collect = bucket.result = bucket.flat_gradients = None
             for member in bucket.members:
                 member.in_window = False
         for shard in self.shards:

@@ -21,8 +21,6 @@ one parameter group each and may ask for gradients that are not reduced (stage 0
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (torch.bfloat16, torch.float16)
-MIN_NUM_BUCKETS, MIN_BUCKET_ELEMENTS = 4, 1 << 16
-"""A small model is cut too, so that its first reductions overlap with the rest of the backward."""
 ALIGNMENT = 16
 """Elements; shards start at 64-byte boundaries in fp32, as vector instructions like them."""
 
@@ -55,10 +53,7 @@ def build_buckets(
         owners = assign_owners([info.numel for info, _ in parameters], shard_group.size)
     owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
     buckets = []
-    share = sum(info.numel for info, _ in parameters) // MIN_NUM_BUCKETS
-    limit = min(zero.bucket_elements, max(share, MIN_BUCKET_ELEMENTS))
-    if zero.whole_groups:
-        limit = sum(info.numel for info, _ in parameters)
+    limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
     if by_group:
