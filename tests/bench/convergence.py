@@ -55,6 +55,8 @@ class Setting:
 
     def optimizer(self, kind: str) -> dict[str, Any]:
         params: dict[str, Any] = {"lr": LR[kind], "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+        if kind != "AdamW":
+            params["bias_correction"] = True  # AdamW has it, and a variance frozen this early needs it
         if kind == "ZeroOneAdam":
             local_steps = self.num_steps - self.freeze_step
             params |= {"var_freeze_step": self.freeze_step, "var_update_scaler": 16}

@@ -120,6 +120,48 @@ def test_replicas_of_shards_count_their_all_reduce(ranks):
         assert found["steps"][0]["dp_shard"] == pytest.approx(closed_form(3, 2), abs=16)
 
 
+# --- 1-bit rounds --------------------------------------------------------------------------------------------
+
+FREEZE_STEP, NUM_STEPS = 2, 8
+
+
+def count_steps(configs: list[dict[str, Any]]) -> list[list[int]]:
+    """For each config the bytes of every step on the data-parallel axis."""
+    counted = []
+    for config in configs:
+        model_engine, *_ = engine.initialize(model=toy_model(), config=config)
+        mesh, by_step = model_engine.mesh, []
+        for number in range(NUM_STEPS):
+            model_engine.backward(model_engine(**part(toy_batch(number), mesh.dp_rank, mesh.dp_size)))
+            model_engine.step()
+            by_step.append(model_engine.last_report.bytes_by_axis["dp_replicate"])
+        assert model_engine.skipped_steps == 0
+        model_engine.destroy()
+        counted.append(by_step)
+    return counted
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_bit_adam_sends_one_bit_each_way(ranks, world):
+    one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": FREEZE_STEP}}
+    fp16 = {"communication_data_type": "fp16", "fp16": {"loss_scale": 128.0}}
+    kinds: list[dict[str, Any]] = [
+        {"optimizer": one_bit},
+        {"optimizer": one_bit, "precision": "fp16", **fp16},
+        {"optimizer": None, "precision": "fp16", **fp16},
+    ]
+    configs = [config_of(stage=0, world=world, **kind) for kind in kinds]
+    once = (world - 1) / world
+    closed_form = 2 * once * NUM_ELEMENTS / 8 + 8 * (world - 1)
+    for in_fp32, in_fp16, adamw in ranks(world).run(count_steps, configs):
+        assert in_fp32[:FREEZE_STEP] == pytest.approx([2 * once * 4 * NUM_ELEMENTS] * FREEZE_STEP, abs=16)
+        for sent in in_fp32[FREEZE_STEP:]:
+            # every bucket has scales of its own and is padded to whole bytes for every rank
+            assert closed_form <= sent <= closed_form + 6 * (8 * (world - 1) + 2 * world)
+        share = FREEZE_STEP / NUM_STEPS
+        assert sum(adamw) / sum(in_fp16) == pytest.approx(1 / (share + (1 - share) / 16), rel=0.01)
+
+
 def send_objects() -> tuple[list[Any] | None, str, dict[tuple[str, str], int]]:
     ledger = Ledger()
     group = ObjectGroup(None, ledger)
