@@ -31,7 +31,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import build_schedule, client_schedule
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry, check_free, claim
+from engine.parameters import ParameterRegistry, check_free, claim, persistent_buffers
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -79,14 +79,15 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=partial(_persistent_buffers, model),
+        empty=[info for info in registry.infos if not info.numel],
+        buffers=partial(persistent_buffers, model),
         optimizer=stepper,
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
-        rank=mesh.rank,
+        mesh=mesh,
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
-        tag_validation=plan.config.checkpoint.tag_validation,
+        settings=plan.config.checkpoint,
         ledger=ledger,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
@@ -104,6 +105,7 @@ def build(
         autocast=_autocast(plan, device),
         watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
+        frozen=data_parallel.frozen,
         training_dataloader=loader,
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,
@@ -137,11 +139,6 @@ def _loader(plan: Plan, mesh: Mesh, training_data: Any, collate_fn: Callable[...
         collate_fn=collate_fn,
         pin_memory=mesh.device.type != "cpu",
     )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _autocast(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

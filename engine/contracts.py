@@ -192,6 +192,12 @@ class Reduction(Protocol):
     def untouched(self) -> list[int]:
         """Registry indices of parameters that got no gradient on this rank in this window."""
 
+    def scales(self) -> set[float | None]:
+        """The loss scales of the backwards that brought this window's gradients; None stands for a plain one."""
+
+    def adopt_gradients(self, indices: set[int]) -> None:
+        """The gradients of these shards were written from outside, after `finish`; they count as arrived."""
+
     def drop_gradients(self, indices: set[int]) -> None:
         """These got no gradient on any rank: no update and no decay for them."""
 

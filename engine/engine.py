@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,15 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.agreement import Agreement
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
+from engine.collectives.stall import watch
 from engine.contracts import EngineError, LossSum, StepReport
-from engine.data.batch import count_tokens, describe, loss_with_batch, place
+from engine.data.batch import count_tokens, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
+from engine.full_state import LocalState
 from engine.mesh import Mesh
+from engine.model.zero.arrivals import scaled_by
+from engine.model.zero.shards import ParameterShard
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
@@ -33,11 +37,12 @@ from engine.surface import Roles, Surface
 from engine.watch import WatcherList
 from engine.watch.health import Health
 from engine.window import Counters, Window
+from engine.window_checks import changed_parameters, check_loss, foreign_scale_message, refuse_unfrozen
 
 log = logging.getLogger("engine")
 
 
-class Engine(Surface):
+class Engine(Surface, LocalState):
     """A model that trains as its config says. Made by `engine.initialize`; unknown attributes are the model's own."""
 
     def __init__(
@@ -53,6 +58,7 @@ class Engine(Surface):
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
         watchers: WatcherList,
         state: StateTree,
+        frozen: Sequence[ParameterShard] = (),
         training_dataloader: Any = None,
         lr_scheduler: Any = None,
         on_destroy: Callable[[], None] = lambda: None,
@@ -63,8 +69,8 @@ class Engine(Surface):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self.global_tokens = 0
         self.stop_requested = 0
         self._compute_dtype, self._autocast, self._state, self._on_destroy = compute_dtype, autocast, state, on_destroy
-        self.ledger = ledger
-        self._agreement = Agreement(ShardGroup.of(mesh, "world", ledger), mesh.device)
+        self.ledger, self._frozen = ledger, list(frozen)
+        self._agreement = Agreement(ShardGroup.of(mesh, "control", ledger), mesh.device)
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
         self._boundary_override: bool | None = None
@@ -74,6 +80,7 @@ class Engine(Surface):
         self.last_report: StepReport | None = None
         self._batches: Iterator[Any] | None = None
         state.add(Counters(self))
+        self._share_state()
         ledger.book("start")
         watchers.on_start(plan)
 
@@ -81,7 +88,7 @@ class Engine(Surface):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's micro-batch: inputs on the device, floating ones in the compute dtype."""
-        started = time.perf_counter()
+        started = self._enter("forward")
         args, kwargs = place((args, kwargs), self.mesh.device, self._compute_dtype)
         if self.module.training and torch.is_grad_enabled():
             args, kwargs = self.roles.curriculum.apply(args, kwargs, self.global_steps)
@@ -106,17 +113,17 @@ class Engine(Surface):
 
         Raises EngineError for a loss that is not a scalar with a graph, and for means mixed with sums in a window.
         """
-        started = time.perf_counter()
-        value = loss.total if isinstance(loss, LossSum) else loss
-        self._check_loss(value, isinstance(loss, LossSum))
-        window = self._window
+        started = self._enter("backward")
+        window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
+        check_loss(value, isinstance(loss, LossSum), window)
         divides = self.plan.batch.managed and scale_wrt_gas and not isinstance(loss, LossSum)
         window.add_loss(value.detach().float(), is_divided=not scale_wrt_gas)
         if isinstance(loss, LossSum):
             window.count, window.num_counted = window.count + loss.count, window.num_counted + 1
         scaled = value / self._accumulation_steps if divides else value
         self.roles.reduction.begin_backward(self.is_gradient_accumulation_boundary() and not self._in_no_sync)
-        (scaled * self.roles.precision.scale).backward(retain_graph=retain_graph)
+        with scaled_by(self.roles.precision.scale):
+            (scaled * self.roles.precision.scale).backward(retain_graph=retain_graph)
         self.roles.reduction.end_backward()
         window.spend("backward", started)
         return scaled.detach()
@@ -132,12 +139,11 @@ class Engine(Surface):
         self._window.num_micro_steps += 1
         if not boundary:
             return
-        started = time.perf_counter()
+        started = self._enter("step")
         roles, window, optimizer = self.roles, self._window, self._require_optimizer()
-        self._check_scaled()
         roles.reduction.finish()
         agreed = self._agree(roles.reduction.sum_of_squares())
-        self._check_window(agreed)
+        self._check_agreed(agreed)
         applied = not self.plan.precision.check_overflow or math.isfinite(agreed["sum_of_squares"])
         divisor = roles.precision.scale * self._divisor(agreed["count"])
         norm = math.sqrt(agreed["sum_of_squares"]) / divisor if applied else None
@@ -160,30 +166,27 @@ class Engine(Surface):
         optimizer.overflow = not applied
         window.spend("step", started)
         self._window = Window()
+        watch.place = f"after step {self.global_steps}"
         self._report(agreed, window, applied, norm, lr, scale, culprit)
         self._window.leave_out(self._window.started)
 
-    def _check_window(self, agreed: Mapping[str, float]) -> None:
-        """A window without `backward`: nothing to step on, or gradients of a plain ``loss.backward()``."""
-        if agreed["num_losses"]:
-            return
+    def _check_agreed(self, agreed: Mapping[str, float]) -> None:
+        """Gradients that are not there, not scaled as this engine scales, or of parameters that it does not train."""
         where = f"step {self.global_steps + 1}"
-        num_trained = sum(info.group is not None for info in self.parameter_registry.infos)
-        if agreed["untouched"] == num_trained * self.mesh.world_size:
+        if agreed["unfrozen"]:
+            refuse_unfrozen(where, self.parameter_registry, self.module)
+        if not agreed["scales"]:
             raise EngineError(f"{where}: step() without a gradient on any rank; call engine.backward(loss) before it")
-        if self.roles.precision.scale != 1.0:
-            scale = f"{self.roles.precision.scale:g}"
-            raise EngineError(
-                f"{where}: the gradients come from loss.backward(), without the loss scale {scale}; call "
-                "engine.backward(loss)"
-            )
-        if self._accumulation_steps > 1 and self.plan.batch.managed and not self._noted_plain_backward:
+        if agreed["foreign_scales"]:
+            raise EngineError(foreign_scale_message(where, self.roles.precision.scale, self.roles.reduction.scales()))
+        managed = self._accumulation_steps > 1 and self.plan.batch.managed
+        if agreed["plain"] and managed and not self._noted_plain_backward:
             self._noted_plain_backward = True
             log.warning("loss.backward() adds micro-batches up; engine.backward(loss) would take their mean")
 
     def _agree(self, sum_of_squares: Tensor) -> dict[str, float]:
         """What all ranks must know alike, in one all-reduce (a second one only if the norm overflowed)."""
-        window = self._window
+        window, scales = self._window, self.roles.reduction.scales()
         mine: dict[str, Tensor | float] = {
             "sum_of_squares": sum_of_squares,
             "loss": window.mean_loss(self.plan.batch.managed),
@@ -191,12 +194,16 @@ class Engine(Surface):
             "count": window.count,
             "tokens": window.num_tokens,
             "untouched": len(self.roles.reduction.untouched()),
+            "unfrozen": bool(changed_parameters(self.parameter_registry, self.module, self.last_report is None)),
+            "scales": len(scales),
+            "foreign_scales": len({scale or 1.0 for scale in scales} - {self.roles.precision.scale}),
+            "plain": None in scales,
             "sigint": self._stop_signal == 2,
             "sigterm": self._stop_signal == 15,
         }
-        agreed = self._agreement.sum(mine)
+        agreed = self._agreement.sum(mine, "step()")
         if not math.isfinite(agreed["sum_of_squares"]):
-            agreed |= self._agreement.sum({"sum_of_squares": self.roles.reduction.sum_of_squares(exact=True)})
+            agreed |= self._agreement.sum({"sum_of_squares": self.roles.reduction.sum_of_squares(exact=True)}, "norm")
         self.stop_requested = 15 if agreed["sigterm"] else 2 if agreed["sigint"] else 0
         return agreed
 
@@ -268,7 +275,7 @@ class Engine(Surface):
         finally:
             self.module.train(was_training)
         with self.ledger.apart("evaluation"):
-            agreed = self._agreement.sum({"total": total, "count": count})
+            agreed = self._agreement.sum({"total": total, "count": count}, "eval_batch()")
         self._window.leave_out(started)
         return torch.tensor(agreed["total"] / agreed["count"])
 
@@ -331,6 +338,10 @@ class Engine(Surface):
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
 
+    def _enter(self, phase: str) -> float:
+        watch.place = f"step {self.global_steps + 1}, {phase}"
+        return time.perf_counter()
+
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
         self._window = Window()
@@ -346,27 +357,6 @@ class Engine(Surface):
         began_here = not math.isfinite(float(self._window.loss))
         found = self._agreement.lowest(held if began_here else None) or self._agreement.lowest(held)
         return None if found is None else (found[0], self.parameter_registry.infos[found[1]].name)
-
-    def _check_loss(self, value: Any, is_sum: bool) -> None:
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise EngineError(
-                f"backward() takes a scalar loss with a graph; it got {describe(value)}"
-                + (
-                    " without one (was it computed under no_grad, or detached?)"
-                    if isinstance(value, Tensor) and value.numel() == 1
-                    else ""
-                )
-            )
-        if self._window.num_losses and is_sum != bool(self._window.num_counted):
-            raise EngineError("a window mixes LossSum with mean losses; use one kind for all micro-batches of a step")
-
-    def _check_scaled(self) -> None:
-        scale = self.roles.precision.scale
-        if scale != 1.0 and self._window.num_losses == 0:
-            raise EngineError(
-                f"step() found no loss that went through backward(): the loss scale ({scale:g}) is applied there, so "
-                "call model_engine.backward(loss) instead of loss.backward(), or train in bf16"
-            )
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:

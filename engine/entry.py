@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.build import build
+from engine.collectives.stall import watch
 from engine.config import Config, ConfigError, EngineError, Problem, load_config
 from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
@@ -78,6 +79,7 @@ def initialize(
             )
         environment.export()
         owns_group = join_process_group(environment.rank, environment.world_size, "env://", device)
+    watch.start()
     engine = build(
         resolved,
         model,
@@ -89,7 +91,7 @@ def initialize(
         collate_fn=collate_fn,
         loss_fn=loss_fn,
         output=Path(output) if output is not None else None,
-        on_destroy=dist.destroy_process_group if owns_group else lambda: None,
+        on_destroy=_leave if owns_group else lambda: None,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -132,7 +134,10 @@ def _config_source(
     present = {name: value for name, value in given.items() if value is not None}
     if len(present) != 1:
         found = f"{' and '.join(present)} were given" if present else "none was given"
-        raise ConfigError([Problem("config", f"initialize() takes one config; {found}", allowed=", ".join(given))])
+        message, repair = f"initialize() takes one config; {found}", "pass config= alone"
+        raise ConfigError(
+            [Problem("config", message, "source", found=list(present), allowed=", ".join(given), repair=repair)]
+        )
     return next(iter(present.values()))
 
 
@@ -144,6 +149,11 @@ def _environment() -> RankEnvironment:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
     return RankEnvironment(dist.get_rank(), local_rank, size, local_size, launcher="torchrun")
+
+
+def _leave() -> None:
+    watch.stop()
+    dist.destroy_process_group()
 
 
 def _how(environment: RankEnvironment) -> str:

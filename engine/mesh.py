@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ from engine.config.messages import EngineError
 from engine.device import backend_for
 from engine.plan import Degrees
 
+_control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
@@ -55,11 +57,28 @@ class Mesh:
         wanted = tuple(axis for axis in axes if axis in self._split)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for agreements. On gloo a group of its own: of two ranks in different collectives of one group,
+        each would take the other's data for its own."""
+        if self.world_size == 1 or "gloo" not in dist.get_backend_config(dist.group.WORLD):
+            return self.group("world")
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in _control_groups:
+            _control_groups[world] = dist.new_group(range(self.world_size))
+        return _control_groups[world]
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in ``axis`` only ("world": all); None where this rank is alone."""
         if axis == "world":
             return dist.group.WORLD if self.world_size > 1 else None
         return self.device_mesh(axis).get_group() if self.degrees[axis] > 1 else None
+
+    def background_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
+        call it; None where this rank is alone."""
+        return dist.new_group(backend="gloo") if self.world_size > 1 else None
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:

@@ -129,6 +129,28 @@ class ParameterRegistry:
         self._info_of[new] = info
         self._current[info.index] = new
 
+    def refresh(self, model: nn.Module) -> None:
+        """Follow all that a transform of the whole ``model`` has replaced; names have stayed."""
+        named = dict(model.named_parameters())
+        for info, old in self.parameters():
+            if named[info.name] is not old:
+                self.replace(old, named[info.name])
+
+    def unfrozen(self) -> list[str]:
+        """The names of parameters that were frozen when this was made and are not any more."""
+        return [info.name for info, p in self.parameters() if not info.trainable and p.requires_grad]
+
+    def strangers(self, model: nn.Module) -> list[str]:
+        """The trainable parameters of ``model`` that came after this was made."""
+        named = model.named_parameters(remove_duplicate=False)
+        return [n for n, p in named if p.requires_grad and n not in self.by_name and n not in self.aliases]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``model.state_dict()``, one that several modules share under each of its names."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+
 
 def _read_groups(
     names: Mapping[nn.Parameter, str], model_parameters: Iterable[Any] | None

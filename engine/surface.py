@@ -128,10 +128,15 @@ class Surface:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        metric: float | None = None,
     ) -> bool:
         """Save all that a resumed run needs under ``save_dir/tag`` (default ``global_stepN``). All ranks call it.
 
-        Raises EngineError, on all ranks alike, if any rank cannot write; nothing half-written stays.
+        ``metric``: what ``checkpoint.keep_best`` compares, lower is better. With ``checkpoint.async`` the files are
+        written after the return: `wait_for_checkpoint` tells how it ended, and rank 0 logs a failure.
+
+        Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
+        not; nothing half-written stays.
         """
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
@@ -143,9 +148,20 @@ class Surface:
         with self.ledger.apart("checkpoint"):
             if self._state.settle():
                 self.roles.reduction.publish()
-            self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, metric)
         self._window.leave_out(started)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save that runs in the background, if any, is on the disk. All ranks call it.
+
+        Raises CheckpointError, an EngineError, on all ranks alike, where it failed.
+        """
+        started = time.perf_counter()
+        failure = self._state.wait()
+        self._window.leave_out(started)
+        if failure is not None:
+            raise failure
 
     def load_checkpoint(
         self,
@@ -189,7 +205,8 @@ class Surface:
         self._stop_signal = signal_number
 
     def destroy(self) -> None:
-        """Let go of hooks, watchers and the process group that `initialize` made."""
+        """Finish a save under way; let go of hooks, watchers and the process group that `initialize` made."""
+        self._state.wait()
         self.roles.reduction.close()
         release(self.module)
         self.watchers.close()

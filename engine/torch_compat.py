@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
@@ -37,6 +39,14 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def default_store() -> dist.Store | None:
+    """The store at which the ranks of the default process group met; None without a group or with one that has none.
+
+    Goes when torch gives public access to it.
+    """
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of nested dicts, lists and tuples, Hugging Face outputs included.
 
@@ -48,3 +58,13 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """``tree`` with every tensor replaced by ``function(tensor)``."""
     return _pytree.tree_map_only(Tensor, function, tree)
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store:
+    """The key-value store through which the ranks of ``group`` (None: the default one) met.
+
+    `ProcessGroup.get_group_store` is public but undocumented; where it is missing, torch's own getter of the default
+    store is the only other way. Goes when torch documents one.
+    """
+    get = getattr(group, "get_group_store", None)
+    return get() if get is not None else dist.distributed_c10d._get_default_store()

@@ -8,7 +8,7 @@ from engine.checkpoint.loading import LoadedTensors, load_client_state, load_ten
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.report import describe
-from engine.checkpoint.retention import prune
+from engine.checkpoint.retention import Retention, prune
 from engine.checkpoint.saving import TagValidation, save
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Exchange",
     "LoadedTensors",
     "Manifest",
+    "Retention",
     "TagValidation",
     "default_tag",
     "describe",

@@ -18,7 +18,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
     """Run ``action`` and return ``(its value, None)``, or ``(None, what went wrong)``."""
     try:
         return action(), None
-    except CheckpointError as error:
+    except EngineError as error:
         return None, str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
         return None, f"{type(error).__name__}: {error}"

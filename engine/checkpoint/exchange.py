@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.checkpoint.errors import CheckpointError, attempt, summarise
-from engine.collectives.ledger import Ledger
+from engine.collectives.ledger import Account, Ledger
 from engine.collectives.objects import ObjectGroup
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Alone(Exchange):
 class TorchExchange(Exchange):
     """Over a `torch.distributed` process group (None: the default one), gloo or NCCL; counted in ``ledger``."""
 
-    def __init__(self, group: ProcessGroup | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, ledger: Ledger | Account | None = None) -> None:
         self._objects = ObjectGroup(group, ledger)
         self.rank, self.world_size = self._objects.rank, self._objects.size
 

@@ -21,6 +21,9 @@ _WORK_NAME = re.compile(r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|pruned)-[0-9a
 _NUMBER = re.compile(r"([0-9]+)")
 _MAX_TAG_BYTES = 200
 
+in_progress: set[Path] = set()
+"""The partial folders of saves that this process has not finished; `clean` leaves them alone."""
+
 
 def default_tag(global_steps: int) -> str:
     return f"global_step{global_steps}"
@@ -63,6 +66,8 @@ def list_tags(directory: Path) -> list[str]:
 def read_latest(directory: Path) -> str | None:
     """The tag that `latest` names; None where there is no such file."""
     path = directory / LATEST
+    if path.exists() and not path.is_file():  # a pipe would never answer
+        raise CheckpointError(f"{path} is not a regular file; write a tag into it or pass one.")
     try:
         with open(path, "rb") as file:
             content = file.read(2 * _MAX_TAG_BYTES)
@@ -123,12 +128,12 @@ def _replaced(directory: Path) -> dict[str, Path]:
 
 
 def clean(directory: Path) -> None:
-    """Undo or finish what crashed saves and deletions left. Only one save at a time may use a directory."""
+    """Undo or finish what crashed saves and deletions left. Only one process at a time may save into a directory."""
     for tag, path in _replaced(directory).items():
         if not (directory / tag).exists():
             os.rename(path, directory / tag)
     for entry in os.listdir(directory):
-        if _WORK_NAME.fullmatch(entry):
+        if _WORK_NAME.fullmatch(entry) and directory / entry not in in_progress:
             delete(directory / entry)
     sync(directory)
 

@@ -18,7 +18,7 @@ from engine.checkpoint.exchange import Exchange, exchange_of
 from engine.checkpoint.json_values import decode
 from engine.checkpoint.manifest import CLIENT_STATE, Manifest, SavedTensor
 from engine.checkpoint.manifest_reader import read
-from engine.checkpoint.tensor_file import TensorFile, sha256_of
+from engine.checkpoint.tensor_file import TensorFile, hash_of
 from engine.contracts import Chunk
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ def load_client_state(manifest: Manifest) -> dict[str, Any]:
             raise CheckpointError(
                 f"{manifest.path}: client_state names the tensor {name!r}, which is not in the checkpoint."
             )
-        filled = torch.empty(saved.shape, dtype=DTYPE_OF_CODE[saved.dtype])
+        try:
+            filled = torch.empty(saved.shape, dtype=DTYPE_OF_CODE[saved.dtype])
+        except RuntimeError as error:  # sparse files claim any size
+            raise CheckpointError(f"{manifest.path}: {name} of shape {list(saved.shape)}: {error}") from None
         reads: defaultdict[str, list[_Read]] = defaultdict(list)
         _plan(manifest, [Chunk(name, saved.shape, (0,) * len(saved.shape), saved.shape, filled)], reads)
         _check_headers(manifest, reads)
@@ -201,7 +204,7 @@ def _agree(
     if absent or extra:
         told = [f"not in the checkpoint: {listing(absent)}"] if absent else []
         told += [f"in the checkpoint and not asked for: {listing(extra)}"] if extra else []
-        raise CheckpointError(f"{'; '.join(told)}. Load with strict off to restore the rest.")
+        raise CheckpointError(f"{'; '.join(told)}. Load with load_module_strict=False to restore the rest.")
     needed = {name for rank in wanted for name in rank.files}
     files = sorted(needed, key=lambda name: (-manifest.files[name].size_bytes, name))
     converted = {name: change for rank in wanted for name, change in sorted(rank.converted.items())}
@@ -215,10 +218,10 @@ def _agree(
 
 
 def _verify(manifest: Manifest, names: Sequence[str]) -> None:
-    changed = [name for name in names if sha256_of(manifest.path / name) != manifest.files[name].sha256]
+    changed = [name for name in names if hash_of(manifest.path / name) != manifest.files[name].xxh3_128]
     if changed:
         raise CheckpointError(
-            f"in {manifest.path}, {listing(changed)} changed after being written: the sha256 is not the manifest's. "
+            f"in {manifest.path}, {listing(changed)} changed after being written: the hash is not the manifest's. "
             "Load another tag, or restore the file"
         )
 

@@ -56,7 +56,7 @@ class Manifest:
     """A checkpoint's contents. ``path`` is the folder that it was read from (empty while it is being written).
 
     ``aliases`` maps a tied parameter's other names to the name it is stored under. ``config`` and ``counters`` are
-    rank 0's, decoded when read. ``versions``: of the engine, torch and Python that wrote it.
+    rank 0's, decoded when read. ``metric``: the validation loss at the save, where there was one. ``versions``: of the engine, torch and Python that wrote it.
     """
 
     tag: str
@@ -68,6 +68,7 @@ class Manifest:
     config: dict[str, Any]
     counters: dict[str, Any]
     layout: SavedLayout
+    metric: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     path: Path = Path()
 
@@ -135,6 +136,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "versions": dict(manifest.versions),
         "layout": {**asdict(manifest.layout), "mesh": dict(manifest.layout.mesh)},
         "counters": manifest.counters,
+        "metric": manifest.metric,
         "config": manifest.config,
         CLIENT_STATE: manifest.encoded_client_state,
         "states": {
@@ -143,7 +145,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         },
         "aliases": dict(manifest.aliases),
         "files": {
-            record.name: {"size_bytes": record.size_bytes, "sha256": record.sha256}
+            record.name: {"size_bytes": record.size_bytes, "xxh3_128": record.xxh3_128}
             for record in manifest.files.values()
         },
         "tensors": {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FILE_NAME = re.compile(r"rank_[0-9]{5,}\.safetensors")
-_HASH = re.compile(r"[0-9a-f]{64}")
+_HASH = re.compile(r"[0-9a-f]{32}")
 _MAX_MANIFEST_BYTES = 1 << 30
 _MAX_ELEMENTS = 1 << 62
+_MAX_PIECES = 1 << 14
+"""Of one tensor: several for each of thousands of ranks. Comparing them takes time that grows with the square."""
 
 
 def read_manifest(
@@ -80,12 +84,14 @@ def check_files(manifest: Manifest) -> None:
     faults = []
     for record in manifest.files.values():
         try:
-            size = os.stat(manifest.path / record.name).st_size
+            found = os.lstat(manifest.path / record.name)
         except OSError as error:
             faults.append(f"{record.name} is missing" if isinstance(error, FileNotFoundError) else str(error))
             continue
-        if size != record.size_bytes:
-            faults.append(f"{record.name} has {size} bytes where {record.size_bytes} were written")
+        if not stat.S_ISREG(found.st_mode):  # a link may lead anywhere, and a pipe has no end
+            faults.append(f"{record.name} is not a regular file")
+        elif found.st_size != record.size_bytes:
+            faults.append(f"{record.name} has {found.st_size} bytes where {record.size_bytes} were written")
     present = {name for name in os.listdir(manifest.path) if FILE_NAME.fullmatch(name)}
     faults += [f"{name} does not belong to it" for name in sorted(present - set(manifest.files))]
     if faults:
@@ -95,8 +101,9 @@ def check_files(manifest: Manifest) -> None:
 def parse_manifest(path: Path, verify: bool = True) -> Manifest:
     """The manifest in the file ``path``. Raises `CheckpointError` that says what in it is wrong."""
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes: not a manifest.")
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path} is no manifest: not a regular file of at most {_MAX_MANIFEST_BYTES} bytes.")
         content = json.loads(path.read_bytes(), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from None
@@ -184,16 +191,22 @@ class _Reader:
             config=self.mapping(decode(content.get("config"), "config"), "config"),
             counters=self.mapping(decode(content.get("counters"), "counters"), "counters"),
             layout=layout,
+            metric=self.metric(content.get("metric")),
             versions=self.strings(content.get("versions"), "versions"),
         )
+
+    def metric(self, value: Any) -> float | None:
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise self.fail("metric", value, "a number or null")
+        return value
 
     def file(self, name: str, record: Any) -> FileRecord:
         if not FILE_NAME.fullmatch(name):
             raise self.fail("a name in files", name, "rank_NNNNN.safetensors, inside the checkpoint's own folder")
         fields = self.mapping(record, f"files.{name}")
-        digest = self.string(fields.get("sha256"), f"files.{name}.sha256")
+        digest = self.string(fields.get("xxh3_128"), f"files.{name}.xxh3_128")
         if not _HASH.fullmatch(digest):
-            raise self.fail(f"files.{name}.sha256", digest, "64 hexadecimal digits")
+            raise self.fail(f"files.{name}.xxh3_128", digest, "32 hexadecimal digits")
         return FileRecord(name, self.integer(fields.get("size_bytes"), f"files.{name}.size_bytes"), digest)
 
     def tensor(self, where: str, record: Any, files: Mapping[str, FileRecord]) -> SavedTensor:
@@ -204,9 +217,11 @@ class _Reader:
             raise self.fail(f"{where}.dtype", dtype, ", ".join(DTYPE_OF_CODE))
         if prod(shape) > _MAX_ELEMENTS:
             raise self.fail(f"{where}.shape", shape, f"at most {_MAX_ELEMENTS} elements")
+        if len(self.sequence(fields.get("pieces"), f"{where}.pieces")) > _MAX_PIECES:
+            raise self.fail(f"the number of {where}.pieces", len(fields["pieces"]), f"at most {_MAX_PIECES}")
         pieces = tuple(
             self.piece(f"{where}.pieces[{i}]", piece, shape, files)
-            for i, piece in enumerate(self.sequence(fields.get("pieces"), f"{where}.pieces"))
+            for i, piece in enumerate(fields["pieces"])
         )
         fault = partition_fault(shape, [piece.box for piece in pieces])
         if fault is not None:

@@ -11,22 +11,35 @@ from engine.checkpoint.manifest import CLIENT_STATE, Manifest
 from engine.contracts import SavedLayout
 
 
+WORDS = {
+    "optimizer_groups": "the optimizer's state",
+    "lr_scheduler": "the learning-rate schedule",
+    "data_loader": "the position in the data",
+    "random_states": "the random generators",
+    "run": "the counters",
+}
+
+
 def describe(
     manifest: Manifest,
     *,
     layout: SavedLayout,
     loaded: LoadedTensors,
     restored_states: Collection[str],
+    asked_states: Collection[str] = (),
     client_state_restored: bool = True,
 ) -> list[str]:
     """One plain sentence for each thing that the checkpoint holds and the load did not restore as it was saved.
 
     ``layout`` is the present one; ``loaded`` is what `load_tensors` returned; ``restored_states`` names the `Stateful`s
-    that took their state. Empty where everything came back exactly.
+    that took their state, ``asked_states`` those that wanted one. Empty where everything came back exactly.
     """
     lines = []
     if loaded.missing:
         lines.append(f"Not in the checkpoint, left as initialised: {listing(loaded.missing)}.")
+    absent = [name for name in asked_states if name not in manifest.states]
+    if absent:
+        lines.append(f"Not in the checkpoint, these begin anew: {listing([WORDS.get(name, name) for name in absent])}.")
     sections = Counter(
         name.partition(".")[0]
         for name in manifest.tensors

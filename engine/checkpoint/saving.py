@@ -24,6 +24,7 @@ from engine.checkpoint.exchange import Exchange, exchange_of
 from engine.checkpoint.json_values import encode
 from engine.checkpoint.manifest import CLIENT_STATE, Manifest, Piece, SavedState, SavedTensor, encode_manifest, versions
 from engine.checkpoint.manifest_reader import check_files
+from engine.checkpoint.retention import Retention, prune
 from engine.checkpoint.tensor_file import FileRecord, write_tensor_file
 from engine.contracts import Chunk, OnLayoutChange, SavedLayout
 
@@ -58,6 +59,20 @@ def save(
     directory: str | os.PathLike[str],
     tag: str | int,
     *,
+    group: ProcessGroup | Exchange | None = None,
+    rank: int,
+    world_size: int,
+    **contents: Any,
+) -> Path:
+    """Write checkpoint ``<directory>/<tag>`` and return its path: `prepare` and `Prepared.complete` in one."""
+    exchange = exchange_of(group, rank, world_size)
+    return prepare(directory, tag, exchange=exchange, **contents).complete(exchange)
+
+
+def prepare(
+    directory: str | os.PathLike[str],
+    tag: str | int,
+    *,
     chunks: Sequence[Chunk],
     states: Mapping[str, Mapping[str, Any]],
     layout: SavedLayout,
@@ -65,24 +80,26 @@ def save(
     config: Mapping[str, Any],
     counters: Mapping[str, Any],
     aliases: Mapping[str, str],
-    rank: int,
-    world_size: int,
-    group: ProcessGroup | Exchange | None = None,
+    exchange: Exchange,
     save_latest: bool = True,
     tag_validation: TagValidation = "Warn",
-) -> Path:
-    """Write checkpoint ``<directory>/<tag>``; all ranks call it. Returns its path on every rank.
+    metric: float | None = None,
+    retention: Retention | None = None,
+) -> Prepared:
+    """Agree on a save of ``<directory>/<tag>`` and open its folder; all ranks call it, then `Prepared.complete`.
 
     ``chunks`` are the boxes that this rank must write (a box held by several ranks comes from one of them); together
     the ranks' boxes cover each tensor exactly once. Names are ``section.name``. A 0-size chunk declares its tensor.
     ``states`` maps a `Stateful`'s name to ``{"on_layout_change": ..., "state": JSON-able}``; ranks may differ in it
     unless it reshards. ``client_state`` (rank 0's counts) may hold tensors. ``aliases``: other name -> stored name of
-    tied parameters, without section. An existing checkpoint of the same tag is replaced in one step.
+    tied parameters, without section. ``metric``: what `Retention.keep_best` compares, lower is better; rank 0's counts.
+    An existing checkpoint of the same tag is replaced in one step. All but the tensors' values is read before this
+    returns.
 
     Raises `CheckpointError`, the same on every rank, naming rank and cause; `latest` and what it names are then as
     they were.
     """
-    exchange = exchange_of(group, rank, world_size)
+    rank = exchange.rank
     directory = Path(directory)
     doing = f"Saving checkpoint {tag!r} into {directory}"
     client_tensors: list[Chunk] = []
@@ -100,24 +117,80 @@ def save(
 
     proposals = exchange.collect(propose, doing)
     agreed, partial = exchange.on_first(lambda: _begin(directory, proposals or [], tag_validation), doing)
-    try:
-        own = [*chunks, *client_tensors] if rank == 0 else chunks
-        written = exchange.collect(lambda: _write(partial, rank, own), doing)
+    own = [*chunks, *client_tensors] if rank == 0 else list(chunks)
+    return Prepared(
+        directory, agreed, partial, doing, own, proposals or [], layout, dict(aliases), save_latest, metric, retention
+    )
 
-        def finish() -> Path:
-            manifest = _manifest(agreed, partial, layout, aliases, proposals or [], written or [])
-            check_files(manifest)  # a rank that wrote to a disk of its own shows here
-            folder.write_synced(partial / folder.MANIFEST, encode_manifest(manifest))
-            folder.commit(partial, directory / agreed)
-            if save_latest:
-                folder.write_latest(directory, agreed)
-            return directory / agreed
 
-        return exchange.on_first(finish, doing)
-    except BaseException:
+@dataclass
+class Prepared:
+    """A save that all ranks have agreed on. ``chunks``: what this rank writes. ``proposals`` are rank 0's to know."""
+
+    directory: Path
+    tag: str
+    partial: Path
+    doing: str
+    chunks: list[Chunk]
+    proposals: list[_Proposal]
+    layout: SavedLayout
+    aliases: dict[str, str]
+    save_latest: bool
+    metric: float | None
+    retention: Retention | None
+
+    def detach(self, exchange: Exchange) -> None:
+        """Copy this rank's values into host memory: training may change them from here on. All ranks call it."""
+
+        def copy() -> None:
+            self.chunks = [replace(c, tensor=c.tensor.detach().to("cpu", copy=True)) for c in self.chunks]
+
+        try:
+            exchange.collect(copy, self.doing)
+        except BaseException:
+            self._abandon(exchange.rank)
+            raise
+
+    def complete(self, exchange: Exchange) -> Path:
+        """Write, commit by one rename, move `latest`, delete what retention does not keep. All ranks call it.
+
+        Returns the checkpoint's path. Raises as `prepare` does; nothing of the save is left then.
+        """
+        rank = exchange.rank
+        try:
+            written = exchange.collect(lambda: _write(self.partial, rank, self.chunks), self.doing)
+
+            def finish() -> Path:
+                manifest = _manifest(self, written or [])
+                check_files(manifest)  # a rank that wrote to a disk of its own shows here
+                folder.write_synced(self.partial / folder.MANIFEST, encode_manifest(manifest))
+                folder.commit(self.partial, self.directory / self.tag)
+                if self.save_latest:
+                    folder.write_latest(self.directory, self.tag)
+                return self.directory / self.tag
+
+            path = exchange.on_first(finish, self.doing)
+        except BaseException:
+            self._abandon(rank)
+            raise
+        self.chunks = []
+        folder.in_progress.discard(self.partial)
+        if rank == 0 and self.retention is not None:
+            self._prune(self.retention)
+        return path
+
+    def _abandon(self, rank: int) -> None:
+        self.chunks = []
+        folder.in_progress.discard(self.partial)
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _prune(self, retention: Retention) -> None:
+        """The save is done: what goes wrong here is told and leaves more than was asked for."""
+        try:
+            prune(self.directory, retention, keep=[self.tag])
+        except (CheckpointError, OSError) as error:
+            logger.warning("old checkpoints in %s were not deleted: %s", self.directory, error)
 
 
 def _propose(
@@ -179,6 +252,7 @@ def _begin(directory: Path, proposals: Sequence[_Proposal], tag_validation: TagV
     folder.clean(directory)
     partial = folder.work_path(directory, first.tag, "partial")
     os.mkdir(partial)
+    folder.in_progress.add(partial)
     return first.tag, partial
 
 
@@ -231,32 +305,27 @@ def _merge(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
     return {name: replace(tensor, pieces=tuple(pieces[name])) for name, tensor in merged.items()}
 
 
-def _manifest(
-    tag: str,
-    partial: Path,
-    layout: SavedLayout,
-    aliases: Mapping[str, str],
-    proposals: Sequence[_Proposal],
-    written: Sequence[_Written],
-) -> Manifest:
+def _manifest(save: Prepared, written: Sequence[_Written]) -> Manifest:
     """Rank 0: put together what all ranks said, and refuse what would not load."""
     tensors = _merge([part.tensors for part in written])
     for name, tensor in tensors.items():
         fault = partition_fault(tensor.shape, [piece.box for piece in tensor.pieces])
         if fault is not None:
             raise CheckpointError(f"{name}: {fault}")
+    first = save.proposals[0]
     return Manifest(
-        tag=tag,
+        tag=save.tag,
         tensors=tensors,
         files={part.record.name: part.record for part in written if part.record is not None},
-        aliases=dict(aliases),
-        states=_merge_states([proposal.states for proposal in proposals]),
-        encoded_client_state=json.loads(proposals[0].client_state),
-        config=json.loads(proposals[0].config),
-        counters=json.loads(proposals[0].counters),
-        layout=layout,
+        aliases=save.aliases,
+        states=_merge_states([proposal.states for proposal in save.proposals]),
+        encoded_client_state=json.loads(first.client_state),
+        config=json.loads(first.config),
+        counters=json.loads(first.counters),
+        layout=save.layout,
+        metric=save.metric,
         versions=versions(),
-        path=partial,
+        path=save.partial,
     )
 
 

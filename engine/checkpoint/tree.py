@@ -7,25 +7,35 @@ the layout, so any checkpoint loads under any other.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.background import BackgroundWriter
+from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.exchange import Alone, TorchExchange
 from engine.checkpoint.loading import load_client_state, load_tensors
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
 from engine.checkpoint.report import describe
-from engine.checkpoint.saving import TagValidation, save
+from engine.checkpoint.retention import Retention
+from engine.checkpoint.roll_call import RollCall
+from engine.checkpoint.saving import prepare
 from engine.collectives.ledger import Ledger
+from engine.config.sections.checkpoint import CheckpointSection
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
+from engine.mesh import Mesh
+from engine.parameters import ParameterInfo
+from engine.torch_compat import default_store
 
 log = logging.getLogger("engine")
+T = TypeVar("T")
 
 
 class Shard(Protocol):
@@ -59,10 +69,12 @@ class OptimizerState(Protocol):
 class StateTree:
     """The state of one engine on one rank.
 
-    ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
-    saves them; what is on every rank comes from rank 0. ``buffers`` gives the persistent ones as they are now, for a
+    ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
+    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
+    rank 0. ``buffers`` gives the persistent ones as they are now, for a
     module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that belong to a rank
-    are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin at zero.
+    are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin at zero. All ranks
+    construct it.
     """
 
     def __init__(
@@ -70,21 +82,29 @@ class StateTree:
         *,
         trained: Sequence[Shard],
         frozen: Sequence[Shard],
+        empty: Sequence[ParameterInfo],
         buffers: Callable[[], Mapping[str, Tensor]],
         optimizer: OptimizerState | None,
         aliases: Mapping[str, str],
         writes_shards: bool,
-        rank: int,
+        mesh: Mesh,
         layout: SavedLayout,
         config: Mapping[str, Any],
-        tag_validation: TagValidation = "Warn",
-        ledger: Ledger | None = None,
+        settings: CheckpointSection,
+        ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
-        self._aliases, self._rank, self.layout = aliases, rank, layout
-        self._writes_shards = writes_shards
-        self._exchange = TorchExchange(None, ledger) if layout.world_size > 1 else Alone()
-        self._config, self._tag_validation = config, tag_validation
+        self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
+        self._writes_shards, self._empty = writes_shards, empty
+        self._config, self._settings = config, settings
+        self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
+        counted = ledger.account("checkpoint")
+        self._exchange = TorchExchange(None, counted) if mesh.world_size > 1 else Alone()
+        self._roll_call = RollCall(default_store(), mesh.rank, mesh.world_size, settings.rank_timeout_seconds)
+        self._background: BackgroundWriter | None = None
+        if getattr(settings, "async"):
+            group = mesh.background_group()
+            self._background = BackgroundWriter(self._exchange if group is None else TorchExchange(group, counted))
         self._parts: dict[str, Stateful] = {}
         self.restored: set[str] = set()
         """The parts that the last load gave their state back."""
@@ -106,8 +126,14 @@ class StateTree:
         client_state: Mapping[str, Any],
         save_latest: bool = True,
         exclude_frozen: bool = False,
+        metric: float | None = None,
     ) -> Path:
-        """Write ``directory/tag``. All ranks call it."""
+        """Write ``directory/tag``, or begin to where ``checkpoint.async`` is on. All ranks call it.
+
+        Raises EngineError where some do not, and `CheckpointError`, on all ranks alike, where one cannot write.
+        """
+        self._roll_call.call("save_checkpoint", "load_checkpoint")
+        self.wait()
         chunks = self._rank_chunks(self._optimizer.rank_tensors()) if self._optimizer is not None else []
         if self._writes_shards:
             chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
@@ -116,6 +142,7 @@ class StateTree:
             chunks += self._parameter_chunks(mine)
         if self._rank == 0:
             chunks += self._buffer_chunks()
+            chunks += self._empty_chunks(frozen=not exclude_frozen)
         states: dict[str, dict[str, Any]] = {
             part.name: {"on_layout_change": part.on_layout_change, "state": part.state()}
             for part in self._parts.values()
@@ -125,7 +152,7 @@ class StateTree:
                 "on_layout_change": "reshard",
                 "state": {"kinds": self._optimizer.kinds, "groups": self._optimizer.group_options()},
             }
-        return save(
+        save = prepare(
             directory,
             tag,
             chunks=chunks,
@@ -135,12 +162,21 @@ class StateTree:
             config=self._config,
             counters=self._parts["run"].state() if "run" in self._parts else {},
             aliases=self._aliases,
-            rank=self._rank,
-            world_size=self.layout.world_size,
+            exchange=self._exchange,
             save_latest=save_latest,
-            tag_validation=self._tag_validation,
-            group=self._exchange,
+            tag_validation=self._settings.tag_validation,
+            metric=metric,
+            retention=self._retention,
         )
+        if self._background is None:
+            return save.complete(self._exchange)
+        save.detach(self._exchange)
+        self._background.submit(save)
+        return save.directory / save.tag
+
+    def wait(self) -> CheckpointError | None:
+        """Wait for the save in the background, if there is one. Returns what it failed with, the same on all ranks."""
+        return self._background.wait() if self._background is not None else None
 
     def _parameter_chunks(self, shards: Iterable[Shard]) -> Iterator[Chunk]:
         for shard in shards:
@@ -161,6 +197,10 @@ class StateTree:
             )
             for name, tensor in tensors.items()
         ]
+
+    def _empty_chunks(self, frozen: bool = True) -> list[Chunk]:
+        wanted = [info for info in self._empty if info.trainable or frozen]
+        return [_whole(f"parameters.{info.name}", torch.empty(info.shape, dtype=info.dtype)) for info in wanted]
 
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
@@ -191,19 +231,25 @@ class StateTree:
         Returns (path, client_state), or (None, None) with a warning where there is nothing. Raises EngineError, alike
         on all ranks, for a checkpoint that does not fit.
         """
-        manifest = read_manifest(
-            directory, tag, rank=self._rank, world_size=self.layout.world_size, group=self._exchange
-        )
+        self._roll_call.call("load_checkpoint", "save_checkpoint")
+        self.wait()
+        common: dict[str, Any] = {"rank": self._rank, "world_size": self.layout.world_size, "group": self._exchange}
+        manifest = read_manifest(directory, tag, verify=self._settings.verify, **common)
         if manifest is None:
             log.warning("no checkpoint in %s: nothing was loaded", os.fspath(directory))
             return None, None
         if run:
             self._check_batch(manifest, override_batch)
+        wanted = [part for part in self._parts.values() if (lr_scheduler if part.name == "lr_scheduler" else run)]
+        states = self._everywhere(manifest, lambda: self._decode(manifest, [part.name for part in wanted]))
         groups = None
         if optimizer and self._optimizer is not None:
-            groups = manifest.state("optimizer_groups", self.layout, self._rank)
+            groups = self._everywhere(manifest, lambda: self._decode(manifest, ["optimizer_groups"]))[
+                "optimizer_groups"
+            ]
             self._check_optimizer(manifest, groups)
         chunks = [*self._parameter_chunks((*self._trained, *self._frozen)), *self._buffer_chunks()]
+        chunks += self._empty_chunks()
         whole: dict[str, dict[str, Tensor]] = {}
         if optimizer and self._optimizer is not None:
             chunks += self._wanted_optimizer_chunks(manifest, whole)
@@ -213,28 +259,43 @@ class StateTree:
             manifest.tag,
             chunks,
             strict=["parameters"] if strict else False,
-            rank=self._rank,
-            world_size=self.layout.world_size,
-            group=self._exchange,
+            verify=self._settings.verify,
+            **common,
         )
-        self.restored = restored = set()
-        if optimizer and self._optimizer is not None:
-            self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
-            if groups is not None:
-                self._optimizer.load_group_options(groups["groups"])
-                restored.add("optimizer_groups")
-            self._optimizer.state_was_loaded()
-        for part in self._parts.values():
-            if (part.name == "lr_scheduler" and not lr_scheduler) or (part.name != "lr_scheduler" and not run):
-                continue
-            state = manifest.state(part.name, self.layout, self._rank)
-            if state is not None:
-                part.load(state, manifest.layout)
-                restored.add(part.name)
+        self.restored = {name for name, state in states.items() if state is not None}
+
+        def restore() -> dict[str, Any]:
+            if optimizer and self._optimizer is not None:
+                self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
+                if groups is not None:
+                    with _refusing(manifest, "optimizer_groups"):
+                        self._optimizer.load_group_options(groups["groups"])
+                    self.restored.add("optimizer_groups")
+                self._optimizer.state_was_loaded()
+            for part in wanted:
+                if part.name in self.restored:
+                    with _refusing(manifest, part.name):
+                        part.load(states[part.name], manifest.layout)
+            return load_client_state(manifest)
+
+        client_state = self._everywhere(manifest, restore)
         if self._rank == 0:
-            for line in describe(manifest, layout=self.layout, loaded=loaded, restored_states=restored):
+            asked = [part.name for part in wanted]
+            asked += ["optimizer_groups"] if optimizer and self._optimizer is not None else []
+            for line in describe(
+                manifest, layout=self.layout, loaded=loaded, restored_states=self.restored, asked_states=asked
+            ):
                 log.warning("%s", line)
-        return str(manifest.path), load_client_state(manifest)
+        return str(manifest.path), client_state
+
+    def _everywhere(self, manifest: Manifest, action: Callable[[], T]) -> T:
+        """``action()`` on every rank; what one of them raises, all do."""
+        results: list[T] = []
+        self._exchange.collect(lambda: results.append(action()), f"Loading {manifest.path}")
+        return results[0]
+
+    def _decode(self, manifest: Manifest, names: Sequence[str]) -> dict[str, Any]:
+        return {name: manifest.state(name, self.layout, self._rank) for name in names}
 
     def _wanted_optimizer_chunks(self, manifest: Manifest, whole: dict[str, dict[str, Tensor]]) -> list[Chunk]:
         """Targets for the saved optimizer state of this rank's shards; what is not cut like them goes to ``whole``."""
@@ -293,12 +354,30 @@ class StateTree:
 
     def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
         assert self._optimizer is not None
-        if saved is not None and saved["kinds"] != self._optimizer.kinds:
+        kinds = self._optimizer.kinds if saved is None else saved.get("kinds") if isinstance(saved, dict) else None
+        if kinds != self._optimizer.kinds:
+            known = (
+                kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
+            )
             raise EngineError(
-                f"{manifest.path} holds the state of {' and '.join(saved['kinds'])}, but this run steps with "
+                f"{manifest.path} holds the state of {' and '.join(known)}, but this run steps with "
                 f"{' and '.join(self._optimizer.kinds)}: use the same optimizer, or load with "
                 "load_optimizer_states=False to begin its state anew"
             )
+
+
+@contextlib.contextmanager
+def _refusing(manifest: Manifest, name: str) -> Iterator[None]:
+    """What a part makes of a state that it did not write."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{manifest.path}: the state of {name!r} cannot be taken over ({type(error).__name__}: {error}); it is "
+            "damaged, or another version wrote it"
+        ) from None
 
 
 def _whole(name: str, tensor: Tensor) -> Chunk:

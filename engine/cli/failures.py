@@ -31,6 +31,8 @@ def explain(error: Exception, step: int) -> RunFailed | None:
         return RunFailed(
             f"step {step}: out of memory: {text}; lower train_micro_batch_size_per_gpu or raise zero_optimization.stage"
         )
+    if isinstance(error, OSError) and user_frame(error) is None:
+        return RunFailed(f"step {step}: {error}; log_level debug shows the traceback")
     if user_frame(error) is not None:
         return RunFailed(f"step {step}: {describe(error)}; log_level debug shows the traceback")
     return None

@@ -15,7 +15,16 @@ from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
 from engine.launch.outcome import STOPPED, STOPPED_EARLY, PeerLost, leave_message
 
-COMMANDS = ("train", "plan", "validate", "schema")
+COMMANDS = {
+    "train": "train a model as a config says; the command when none is named",
+    "plan": "print what a config means for a number of ranks",
+    "validate": "check a config: every problem at once",
+    "explain": "tell what each key of a config does in this run",
+    "diff": "tell what two configs do differently",
+    "init": "write a first config for a model and some GPUs",
+    "schema": "print the JSON schema, for completion in editors",
+}
+"""Every command, with the line that `ptrain --help` shows."""
 
 SUCCESS, FAILURE, MISTAKE = 0, 1, 2
 
@@ -23,9 +32,7 @@ SUCCESS, FAILURE, MISTAKE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's arguments). The first word names the command; without one it is `train`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
-    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{name}").run
-    code = _guarded(run, arguments)
+    code = _guarded(_dispatch, arguments)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -36,6 +43,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A process group whose peers may be gone can hang in its destructor.
         os._exit(code)
     return code
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    first = arguments[0] if arguments else "--help"
+    if first in ("-h", "--help", "help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return SUCCESS if arguments else MISTAKE
+    if not first.startswith("-") and first not in COMMANDS:
+        raise EngineError(_no_such_command(first))
+    name, rest = (first, arguments[1:]) if first in COMMANDS else ("train", arguments)
+    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{name}").run
+    return run(rest)
+
+
+def overview() -> str:
+    """What `ptrain --help` prints."""
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:<{width}}  {line}" for name, line in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ptrain --config FILE [options]",
+            "       ptrain COMMAND ...",
+            "",
+            "A JSON file in DeepSpeed's format drives the training of your own PyTorch model.",
+            "",
+            "commands:",
+            *commands,
+            "",
+            "ptrain COMMAND --help tells the options of a command. Exit codes: 0 done; 2 a mistake in",
+            "what was given; 1 the run failed (diff: they differ); 130, 143 stopped by a signal.",
+        ]
+    )
+
+
+def _no_such_command(word: str) -> str:
+    if word.endswith(".json"):
+        return f"{word} is no command; to train, write ptrain --config {word}"
+    from engine.config.suggest import nearest
+
+    near = nearest(word, COMMANDS)
+    meant = f"; did you mean {near}?" if near else ""
+    return f"there is no command {word}{meant} (commands: {', '.join(COMMANDS)})"
 
 
 def _guarded(run: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.contracts import EngineError
 from engine.launch.signals import LAUNCHER_PID
-from engine.plan import World
+from engine.plan.plan import World
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -35,6 +35,10 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
 
 
+def add_world_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to think of (default 1)")
+
+
 def positive(text: str) -> int:
     """An argparse type."""
     value = int(text)
@@ -53,12 +57,6 @@ def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
     from engine.config import load_config
 
     return load_config(path, overrides=overrides, lenient=lenient)
-
-
-def imagined_world(config: Config, size: int, how: str) -> World:
-    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
-    device = "cpu" if config.device == "auto" else config.device
-    return World(size=size, local_size=size, device=device, device_count=0, how=how)
 
 
 def real_world(config: Config, environment: RankEnvironment, nproc: int | None) -> World:

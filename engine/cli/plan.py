@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cli.options import Parser, add_config_options, imagined_world, positive, read_config, terminal_columns
+from engine.cli.options import Parser, add_config_options, add_world_option, read_config, terminal_columns
 
 
 def run(argv: Sequence[str]) -> int:
@@ -13,7 +13,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
-    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to plan for (default 1)")
+    add_world_option(parser)
     parser.add_argument("--values", action="store_true", help="every value with its origin, one a line")
     add_config_options(parser)
     arguments = parser.parse_args(argv)
@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     if path is None:
         parser.error("a config is needed: ptrain plan FILE")
 
-    from engine.plan import plan, render_plan, render_values
+    from engine.plan import imagined_world, plan, render_plan, render_values
 
     config = read_config(path, arguments.overrides, arguments.lenient)
     resolved = plan(config, imagined_world(config, arguments.world, "--world"))

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.options import (
     Parser,
     add_config_options,
-    imagined_world,
     positive,
     read_config,
     real_world,
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     environment = RankEnvironment.read()
     config = read_config(arguments.config, arguments.overrides, arguments.lenient)
-    from engine.plan import plan
+    from engine.plan import imagined_world, plan
 
     if arguments.dry_run:
         size = arguments.nproc or environment.world_size
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("ptrain", "Train a model as a config says. Other commands: ptrain plan, validate, schema (--help).")
+    parser = Parser("ptrain train", "Train a model as a config says.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the config, JSON in DeepSpeed's format")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks on this machine (default: all accelerators, else 1)"
@@ -168,10 +168,13 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
         model_engine.watchers.close()
         if code == 0:
             finish(model_engine, corpus, summary, options.output)
+            loop.check_saved()
             report = model_engine.last_report
             if report is not None and report.loss is not None and not math.isfinite(report.loss):
                 raise RunFailed(f"the run ended with a loss of {report.loss}: it diverged; lower the learning rate")
     except EngineError:
+        with suppress(EngineError):  # raised on all ranks alike: a save in the background can still be finished
+            model_engine.wait_for_checkpoint()
         raise
     except Exception as error:
         if (failure := explain(error, step=model_engine.global_steps + 1)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch.utils.data import default_collate
 from engine.checkpoint import CheckpointError
 from engine.contracts import RunFailed
 from engine.launch import StopRequest
+
+log = logging.getLogger("engine")
 
 
 class TrainingLoop:
@@ -26,6 +29,10 @@ class TrainingLoop:
         self.num_steps = training.steps or steps_of_epochs(training.num_epochs, corpus.train, model_engine)
         self.eval_interval, self.save_interval = training.eval_interval, training.save_interval
         self.eval_batches = training.eval_batches
+        settings = model_engine.plan.config.checkpoint
+        self.keeps_best, self.in_background = settings.keep_best is not None, getattr(settings, "async")
+        self.failed_save: CheckpointError | None = None
+        """What the last save failed with, if it did."""
         self.is_first = model_engine.mesh.rank == 0
 
     def run(self) -> int:
@@ -37,12 +44,18 @@ class TrainingLoop:
             step = engine.global_steps
             if engine.stop_requested:
                 return self.save_and_stop(engine.stop_requested)
-            is_last = step >= self.num_steps
-            if not is_last and self.eval_interval and step % self.eval_interval == 0:
-                self.evaluate()
-            if is_last or (self.save_interval and step % self.save_interval == 0):
-                self.save()
-        self.evaluate()
+            if step >= self.num_steps:
+                break
+            saves = bool(self.save_interval and step % self.save_interval == 0)
+            evaluates = bool(self.eval_interval and step % self.eval_interval == 0)
+            loss = self.evaluate() if evaluates or (saves and self.keeps_best) else None
+            if saves:
+                self.save(loss)
+        if self.keeps_best:
+            self.save(self.evaluate(), wait=True)
+        else:
+            self.save(wait=True)  # first: the evaluation may fail
+            self.evaluate()
         return 0
 
     def evaluate(self) -> float:
@@ -60,14 +73,32 @@ class TrainingLoop:
         engine.watchers.on_evaluation(engine.last_report, {"eval_loss": loss})
         return loss
 
-    def save(self) -> None:
+    def save(self, metric: float | None = None, wait: bool = False) -> None:
+        """Save; ``wait``: also where saves run in the background. A disk that is full, or any other failure, is told
+        and is no reason to lose the run: the checkpoint before is whole, and the next save may succeed."""
+        step = self.engine.global_steps
+        self.failed_save = None
         try:
-            self.engine.save_checkpoint(str(self.checkpoints), client_state={})
-        except CheckpointError as error:  # nothing wrong with what the user asked for: the disk, or a rank
-            raise RunFailed(str(error)) from error
+            self.engine.save_checkpoint(str(self.checkpoints), metric=metric)
+            if wait:
+                self.engine.wait_for_checkpoint()
+        except CheckpointError as error:
+            self.failed_save = error
+            if self.is_first and not self.in_background:  # there it is told when it happens
+                log.error("step %d: the checkpoint is not saved, training goes on: %s", step, error)
+
+    def check_saved(self) -> None:
+        """Raises RunFailed where the last state of the run is not saved."""
+        if self.failed_save is not None:
+            step = self.engine.global_steps
+            raise RunFailed(
+                f"step {step}: the run is at its end, but its state is not saved ({self.failed_save}); repair that and "
+                "use --resume auto, which goes on from the last checkpoint that is whole"
+            ) from self.failed_save
 
     def save_and_stop(self, signal_number: int) -> int:
-        self.save()
+        self.save(wait=True)
+        self.check_saved()
         step = self.engine.global_steps
         saved = self.checkpoints / f"global_step{step}"
         name = "SIGINT" if signal_number == 2 else "SIGTERM"

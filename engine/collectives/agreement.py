@@ -1,13 +1,23 @@
-"""The one small all-reduce of a step: norm, loss, counts and requests together, so that all ranks decide alike."""
+"""The one small all-reduce of a step: norm, loss, counts and requests together, so that all ranks decide alike.
+
+Every call says what it is for, and the numbers have one length, so ranks that came to different calls find out at once.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.collectives.shards import ShardGroup
+from engine.collectives.stall import watch
+from engine.contracts import EngineError
+
+WIDTH = 16
+"""Numbers in an agreement: two for the call, the rest for its values."""
 
 
 class Agreement:
@@ -17,23 +27,43 @@ class Agreement:
         self._world = world
         self._device = device
 
-    def sum(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """One all-reduce, and the step's one wait for the device."""
+    def sum(self, values: Mapping[str, Tensor | float], call: str) -> dict[str, float]:
+        """One all-reduce, and the step's one wait for the device.
+
+        ``call``: what this rank is in, "step()" say. Raises EngineError, alike on all ranks, where they are in
+        different ones.
+        """
+        code = zlib.crc32(call.encode()) & 0xFFFFF  # 20 bits: the sum of squares is exact for any number of ranks
         numbers = [
             value.detach().to(self._device, torch.float64).reshape(())
             if isinstance(value, Tensor)
             else torch.tensor(float(value), dtype=torch.float64, device=self._device)
-            for value in values.values()
+            for value in (code, code**2, *values.values(), *[0.0] * (WIDTH - 2 - len(values)))
         ]
         packed = torch.stack(numbers)
-        self._world.all_reduce(packed).wait()
-        return dict(zip(values, packed.tolist(), strict=True))
+        assert len(packed) == WIDTH
+        self._world.all_reduce(packed, f"the agreement of {call}").wait()
+        codes, squares, *sums = packed.tolist()
+        if codes != code * self._world.size or squares != code**2 * self._world.size:
+            self._refuse(call)
+        return dict(zip(values, sums, strict=False))
+
+    def _refuse(self, call: str) -> None:
+        calls: list[str] = [""] * self._world.size
+        dist.all_gather_object(calls, f"{call} ({watch.place})", group=self._world.group)
+        ranks_in: dict[str, list[str]] = {}
+        for rank, their_call in enumerate(calls):
+            ranks_in.setdefault(their_call, []).append(str(rank))
+        found = "; ".join(f"rank {', '.join(ranks)} in {their_call}" for their_call, ranks in ranks_in.items())
+        raise EngineError(
+            f"the ranks are in different calls: {found}. Every rank must make the same calls of the engine"
+        )
 
     def common(self, indices: list[int], size: int) -> set[int]:
         """The indices below ``size`` that every rank gave."""
         flags = torch.zeros(size, dtype=torch.float64, device=self._device)
         flags[indices] = 1.0
-        self._world.all_reduce(flags).wait()
+        self._world.all_reduce(flags, "agreeing on unused parameters").wait()
         return set(torch.nonzero(flags == float(self._world.size)).flatten().tolist())
 
     def lowest(self, rank_and_index: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -41,6 +71,6 @@ class Agreement:
         flags = torch.zeros(self._world.size, dtype=torch.float64, device=self._device)
         if rank_and_index is not None:
             flags[rank_and_index[0]] = 1.0 + rank_and_index[1]
-        self._world.all_reduce(flags).wait()
+        self._world.all_reduce(flags, "agreeing on the first non-finite gradient").wait()
         given = torch.nonzero(flags).flatten().tolist()
         return (given[0], int(flags[given[0]].item()) - 1) if given else None

@@ -6,6 +6,7 @@ FSDP2 takes any object with ``allocate`` and ``__call__``
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -42,6 +43,13 @@ class AllGather:
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
         self._pool = _Pool(depth=2)
+        self._what = "gathering parameters"
+
+    def of(self, unit: str) -> AllGather:
+        """The same, and the same buffers, for what FSDP2 gathers together as ``unit``."""
+        named = copy.copy(self)
+        named._what = f"gathering {unit}"
+        return named
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._pool.take(size, dtype, device)
@@ -55,7 +63,7 @@ class AllGather:
         own = output_tensor[bounds[rank] : bounds[rank + 1]]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        shards.all_gather(output_tensor, bounds).wait()
+        shards.all_gather(output_tensor, bounds, self._what).wait()
         return None
 
 
@@ -66,6 +74,13 @@ class ReduceScatter:
         self._group = group
         self._predivide_factor = predivide_factor
         self._pool = _Pool(depth=1)
+        self._what = "reducing gradients"
+
+    def of(self, unit: str) -> ReduceScatter:
+        """The same, and the same buffers, for ``unit``."""
+        named = copy.copy(self)
+        named._what = f"reducing gradients of {unit}"
+        return named
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # the output outlives the call (gradients are views of it), only the input is taken from the pool: FSDP2
@@ -90,6 +105,6 @@ class ReduceScatter:
         if self._predivide_factor != 1.0:
             input_tensor.div_(self._predivide_factor)
         bounds = self._group.even_bounds(input_tensor.numel())
-        self._group.reduce_scatter(input_tensor, bounds).wait()
+        self._group.reduce_scatter(input_tensor, bounds, self._what).wait()
         output_tensor.copy_(input_tensor[bounds[self._group.rank] : bounds[self._group.rank + 1]])
         return None

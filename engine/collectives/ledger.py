@@ -14,6 +14,16 @@ from collections.abc import Iterator
 STEPS = "steps"
 
 
+class Account:
+    """Counts bytes that are sent for one purpose. See `Ledger.account`."""
+
+    def __init__(self, purpose: str, booked: dict[tuple[str, str, str], int]) -> None:
+        self._purpose, self._booked = purpose, booked
+
+    def add(self, axis: str, operation: str, sent_bytes: int) -> None:
+        self._booked[self._purpose, axis, operation] += sent_bytes
+
+
 class Ledger:
     """Counts bytes sent by this rank and books them: each optimizer step `take`s what came together since the last;
     what is sent for another purpose (``start``, ``evaluation``, ``checkpoint``) is kept apart."""
@@ -48,6 +58,10 @@ class Ledger:
         finally:
             self.book(purpose)
             self._pending = step
+
+    def account(self, purpose: str) -> Account:
+        """What is added to it is booked for ``purpose`` at once, whatever is under way: for other threads, too."""
+        return Account(purpose, self._booked)
 
     def totals(self) -> dict[str, int]:
         """Bytes sent since the start, by purpose; a step under way is not in them yet."""

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine.collectives.ledger import Ledger
+from engine.collectives.ledger import Account, Ledger
 
 
 class ObjectGroup:
     """The ranks of a process group (None: the default one), gloo or NCCL. Bytes are counted without the padding with
     which torch makes the objects of all ranks equally long."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, ledger: Ledger | Account | None = None) -> None:
         self._group = group
         self._ledger = ledger
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

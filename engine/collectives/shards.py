@@ -8,6 +8,7 @@ own collective runs in place, as NCCL documents it.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.collectives.ledger import Ledger
+from engine.collectives.stall import Ticket, watch
 from engine.mesh import Mesh
 
 
@@ -33,12 +35,20 @@ class _Done:
 class _Works:
     """Several point-to-point transfers; received parts are then added to `into`."""
 
-    def __init__(self, works: Sequence[dist.Work], parts: Sequence[Tensor] = (), into: Tensor | None = None) -> None:
-        self.works, self.parts, self.into = works, parts, into
+    def __init__(
+        self,
+        ticket: Ticket,
+        works: Sequence[dist.Work | None],
+        parts: Sequence[Tensor] = (),
+        into: Tensor | None = None,
+    ) -> None:
+        self.ticket, self.works, self.parts, self.into = ticket, works, parts, into
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with watch.wait(self.ticket):
+            for work in self.works:
+                if work is not None:
+                    work.wait()
         for part in self.parts:
             assert self.into is not None
             self.into.add_(part)
@@ -49,7 +59,8 @@ class ShardGroup:
     """The ranks among which flat buffers are cut, one shard each, in rank order.
 
     ``bounds`` has ``size + 1`` entries; shard ``r`` of a buffer is ``[bounds[r], bounds[r + 1])``. A group of None is
-    one rank: every call returns at once.
+    one rank: every call returns at once. ``what`` says what a call is for: ranks that come to different calls are told
+    apart by it (engine/collectives/stall.py), and on gloo their messages never meet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, axis: str, ledger: Ledger) -> None:
@@ -65,8 +76,8 @@ class ShardGroup:
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str, ledger: Ledger) -> ShardGroup:
-        """The group of a mesh axis, or of the ``world``."""
-        return cls(mesh.group(axis), axis, ledger)
+        """The group of a mesh axis, of the ``world``, or of all ranks for ``control``."""
+        return cls(mesh.control_group if axis == "control" else mesh.group(axis), axis, ledger)
 
     @classmethod
     def alone(cls) -> ShardGroup:
@@ -76,60 +87,74 @@ class ShardGroup:
         """Cut ``numel`` elements, which ``size`` divides, into equal shards."""
         return [numel // self.size * r for r in range(self.size + 1)]
 
-    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int]) -> Pending:
+    def ticket(self, what: str) -> Ticket:
+        """This rank comes to the collective ``what``."""
+        return watch.issue(what, self._global, self.group)
+
+    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], what: str = "reducing gradients") -> Pending:
         """Sum ``flat`` over the ranks; the sum of this rank's shard replaces it in ``flat``, the rest is undefined."""
         if self.group is None or self.size == 1:
             return _Done()
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
         self.ledger.add(self.axis, "reduce_scatter", (flat.numel() - own.numel()) * flat.element_size())
-        if self._is_on_gloo(flat):
-            parts = [self._borrow(own) for _ in self._peers] if own.numel() else []
-            works = [self._receive(part, peer) for part, peer in zip(parts, self._peers, strict=False)]
-            works += [self._send(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
-            return _Returning(self, _Works([work for work in works if work], parts, own), parts)
-        if _even(bounds):
-            work = dist.reduce_scatter_tensor(own, flat, group=self.group, async_op=True)
-            return _Works([work])
-        shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
-        return _Works([dist.reduce(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)])
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            if self._is_on_gloo(flat):
+                tag = zlib.crc32(what.encode()) >> 1
+                parts = [self._borrow(own) for _ in self._peers] if own.numel() else []
+                works = [self._receive(part, peer, tag) for part, peer in zip(parts, self._peers, strict=False)]
+                works += [self._send(flat[bounds[peer] : bounds[peer + 1]], peer, tag) for peer in self._peers]
+                return _Returning(self, _Works(ticket, works, parts, own), parts)
+            if _even(bounds):
+                return _Works(ticket, [dist.reduce_scatter_tensor(own, flat, group=self.group, async_op=True)])
+            shards = enumerate(flat[bounds[r] : bounds[r + 1]] for r in range(self.size))
+            reductions = [dist.reduce(s, self._global[r], group=self.group, async_op=True) for r, s in shards]
+            return _Works(ticket, reductions)
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], what: str = "gathering parameters") -> Pending:
         """Fill ``flat`` with every rank's shard; this rank's own is in its place already."""
         if self.group is None or self.size == 1:
             return _Done()
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
         self.ledger.add(self.axis, "all_gather", own.numel() * own.element_size() * (self.size - 1))
-        if self._is_on_gloo(flat):
-            works = [self._receive(flat[bounds[peer] : bounds[peer + 1]], peer) for peer in self._peers]
-            works += [self._send(own, peer) for peer in self._peers]
-            return _Works([work for work in works if work])
-        if _even(bounds):
-            return _Works([dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)])
-        shards = [flat[bounds[r] : bounds[r + 1]] for r in range(self.size)]
-        return _Works(
-            [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in enumerate(shards)]
-        )
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            if self._is_on_gloo(flat):
+                tag = zlib.crc32(what.encode()) >> 1
+                works = [self._receive(flat[bounds[peer] : bounds[peer + 1]], peer, tag) for peer in self._peers]
+                works += [self._send(own, peer, tag) for peer in self._peers]
+                return _Works(ticket, works)
+            if _even(bounds):
+                return _Works(ticket, [dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)])
+            shards = enumerate(flat[bounds[r] : bounds[r + 1]] for r in range(self.size))
+            broadcasts = [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in shards]
+            return _Works(ticket, broadcasts)
 
-    def all_to_all(self, outgoing: Tensor, incoming: Tensor) -> Pending:
+    def all_to_all(self, outgoing: Tensor, incoming: Tensor, what: str = "sending 1-bit messages") -> Pending:
         """Row ``r`` of ``outgoing`` (one row a rank) goes to rank ``r``; row ``r`` of ``incoming`` came from it."""
         if self.group is None or self.size == 1:
             incoming.copy_(outgoing)
             return _Done()
         row_bytes = outgoing[0].numel() * outgoing.element_size()
         self.ledger.add(self.axis, "all_to_all", row_bytes * (self.size - 1))
-        if not self._is_on_gloo(outgoing):
-            return _Works([dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=True)])
-        works = [self._receive(incoming[peer], peer) for peer in self._peers]
-        works += [self._send(outgoing[peer], peer) for peer in self._peers]
-        incoming[self.rank].copy_(outgoing[self.rank])
-        return _Works([work for work in works if work])
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            if not self._is_on_gloo(outgoing):
+                return _Works(ticket, [dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=True)])
+            tag = zlib.crc32(what.encode()) >> 1
+            works = [self._receive(incoming[peer], peer, tag) for peer in self._peers]
+            works += [self._send(outgoing[peer], peer, tag) for peer in self._peers]
+            incoming[self.rank].copy_(outgoing[self.rank])
+            return _Works(ticket, works)
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor, what: str = "summing gradients") -> Pending:
         """Sum ``flat`` over the ranks, in place."""
         if self.group is None or self.size == 1:
             return _Done()
         self.count_all_reduce(flat)
-        return _Works([dist.all_reduce(flat, group=self.group, async_op=True)])
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            return _Works(ticket, [dist.all_reduce(flat, group=self.group, async_op=True)])
 
     def count_all_reduce(self, flat: Tensor) -> None:
         """For an all-reduce that somebody else runs."""
@@ -138,18 +163,21 @@ class ShardGroup:
     def sum(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """``tensor`` summed over the ranks, in place or by way of ``device`` (all ranks must use one backend)."""
         travelling = tensor if device is None else tensor.to(device)
-        self.all_reduce(travelling).wait()
+        self.all_reduce(travelling, "summing norms").wait()
         return travelling.to(tensor.device)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank the first rank's values."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Give every rank the values of rank ``source`` of the group."""
         if self.group is None or self.size == 1:
             return
-        numel = tensor.numel() * (self.size - 1) if self.rank == 0 else 0
+        numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
         self.ledger.add(self.axis, "broadcast", numel * tensor.element_size())
-        dist.broadcast(tensor, self._global[0], group=self.group)
+        with watch.wait(self.ticket(f"giving rank {source}'s values to all")):
+            dist.broadcast(tensor, self._global[source], group=self.group)
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], what: str = "exchanging"
+    ) -> None:
         """Send tensors to peers and receive others, pairs of (contiguous tensor, rank in this group), all at once.
 
         What one rank sends to another it receives in the same order.
@@ -158,18 +186,18 @@ class ShardGroup:
             self.ledger.add(self.axis, "send", tensor.numel() * tensor.element_size())
         operations = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in receives]
         operations += [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for tensor, peer in sends]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
+        with watch.wait(self.ticket(what)):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"
 
-    def _send(self, tensor: Tensor, peer: int) -> dist.Work | None:
-        return dist.isend(tensor, self._global[peer], group=self.group) if tensor.numel() else None
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.isend(tensor, self._global[peer], group=self.group, tag=tag) if tensor.numel() else None
 
-    def _receive(self, tensor: Tensor, peer: int) -> dist.Work | None:
-        return dist.irecv(tensor, self._global[peer], group=self.group) if tensor.numel() else None
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.irecv(tensor, self._global[peer], group=self.group, tag=tag) if tensor.numel() else None
 
     def _borrow(self, like: Tensor) -> Tensor:
         free = self._scratch.setdefault((like.dtype, like.numel()), [])

@@ -4,7 +4,7 @@ Thin: every name is one of ours. `engine` itself has those that are spelled alik
 ``import engine as deepspeed``.
 """
 
-from engine.compat import utils
+from engine.compat import utils, zero
 from engine.config import ConfigError as DeepSpeedConfigError
 from engine.engine import Engine as DeepSpeedEngine
 from engine.entry import add_config_arguments, init_distributed, initialize
@@ -16,4 +16,5 @@ __all__ = [
     "init_distributed",
     "initialize",
     "utils",
+    "zero",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from engine.config.config import Config
 from engine.config.fields import allowed, choices, members, section_of
@@ -92,7 +93,7 @@ def _problem(path: Path, value: Any, places: Places) -> Problem:
 
 def _repair(value: Any, info: FieldInfo | None) -> str:
     if info is None:
-        return ""
+        return "write an object"
     kinds = members(info.annotation)
     section = section_of(info.annotation)
     if section is not None and issubclass(section, Section) and not isinstance(value, dict | list):
@@ -100,17 +101,24 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
             return "leave the key out"
         short = section.model_fields.get(section.shorthand)
         kinds_meant = () if short is None else (*members(short.annotation), *map(type, choices(short.annotation)))
-        return f'write {{"{section.shorthand}": {show(value)}}}' if type(value) in kinds_meant else ""
+        fits = type(value) in kinds_meant
+        return f'write {{"{section.shorthand}": {show(value)}}}' if fits else "write an object, or leave the key out"
     if value is None:
-        return "leave the key out for the default"
+        return "leave the key out for the default" + _default(info)
     if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():
         return "is this an unfilled placeholder?"
     if isinstance(value, float) and int in kinds and float not in kinds:
         return "only a whole number can be meant"
     if isinstance(value, str):
         near = nearest(value, [option for option in choices(info.annotation) if isinstance(option, str)])
-        return f'did you mean "{near}"?' if near else ""
-    return ""
+        if near:
+            return f'did you mean "{near}"?'
+    return "leave the key out for the default" + _default(info)
+
+
+def _default(info: FieldInfo) -> str:
+    known = info.default_factory is None and info.default is not None and info.default is not PydanticUndefined
+    return f", {show(info.default, 30)}" if known else ""
 
 
 def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
@@ -123,10 +131,24 @@ def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
             if any(_covers(name, written) or _covers(name, join_path(parts)) for name in unclear):
                 continue
             file, line, column = places.of_value(parts)
+            found = _value_at(section, fault.key)
+            code = fault.code or ("missing-key" if found is None else "conflict")
+            at, repair = field_at(parts), fault.repair
+            options = (allowed(at[1]),) if at else ()
+            if not repair:
+                repair = f'add "{parts[-1]}"' if found is None else f"change {parts[-1]}, or leave it out"
             problems.append(
-                Problem(written, fault.message, "conflict", file, line, column, None, fault.allowed, fault.repair)
+                Problem(written, fault.message, code, file, line, column, found, fault.allowed, repair, options)
             )
     return problems
+
+
+def _value_at(section: Section, key: str) -> Any:
+    """The value that a fault is about, None where there is none. A key may be dotted and lead into free objects."""
+    value: Any = section
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def _covers(name: str, path: str) -> bool:

@@ -122,6 +122,7 @@ def _rename(translation: Translation, old: Path, new: Path) -> None:
                 "conflict",
                 found=value,
                 repair="keep one of them",
+                options=(show(other, 30),),
             )
         return
     translation.pop(old)
@@ -176,6 +177,7 @@ def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
                 "conflict",
                 found=value,
                 repair=f"delete {old}, which is deprecated",
+                options=("false",),
             )
         elif switch:
             translation.put((*new_path, "device"), "cpu", old_path)

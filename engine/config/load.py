@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.config.checks import faults, validate
@@ -20,6 +20,8 @@ from engine.config.remarks import remarks
 from engine.config.walk import Walk
 
 _BEGINNINGS = frozenset('{["-0123456789tfn')
+
+READ_AS_INTEGERS = "numbers written with a point or an exponent are read as integers"
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -74,7 +76,9 @@ def examine(
     problems += supply.problems
     if auto is not None and not isinstance(auto, Mapping):
         message = f"auto is a mapping from paths to values, not {type(auto).__name__}"
-        problems.append(Problem("", message, "source"))
+        shape = 'a mapping, such as {"optimizer.params.lr": 1e-4}'
+        repair = "pass auto={...}"
+        problems.append(Problem("", message, "source", found=show(auto), repair=repair, options=(shape,)))
     walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply.value, document.places))
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems
@@ -105,13 +109,7 @@ def _key(path: str) -> str:
 
 
 def _sorted(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    return ConfigError(dict.fromkeys(_hashable(problem) for problem in problems)).problems
-
-
-def _hashable(problem: Problem) -> Problem:
-    """A problem whose ``found`` cannot make it unhashable."""
-    scalar = problem.found is None or isinstance(problem.found, str | int | float | bool)
-    return problem if scalar else replace(problem, found=show(problem.found))
+    return ConfigError({problem.render(): problem for problem in problems}.values()).problems
 
 
 # --- sources ---
@@ -126,11 +124,17 @@ def _open(source: Source) -> Document:
         return plain(source)
     if isinstance(source, str | os.PathLike):
         return _open_file(os.fspath(source))
-    return _refused(None, f"a config is a path, a dict or a Config, not {type(source).__name__}", "source")
+    message = f"a config is a path, a dict or a Config, not {type(source).__name__}"
+    return _refused(None, message, "source", "pass one of the three", repr(source)[:60])
 
 
-def _refused(file: str | None, message: str, code: str = "file", repair: str = "") -> Document:
-    return Document(problems=[Problem("", message, code, file, repair=repair)], complete=False, places=Places(file))
+def _refused(
+    file: str | None, message: str, code: str = "file", repair: str = "", found: str | None = None
+) -> Document:
+    options = ("the path of a readable JSON file, a dict or a Config",)
+    repair = repair or "check the path and the permissions"
+    problem = Problem("", message, code, file, found=found or file, repair=repair, options=options)
+    return Document(problems=[problem], complete=False, places=Places(file))
 
 
 def _open_file(path: str | bytes) -> Document:
@@ -163,7 +167,19 @@ def _open_file(path: str | bytes) -> Document:
         column = error.start - (content.rfind(b"\n", 0, error.start) + 1) + 1
         message = f"byte 0x{content[error.start]:02x} is not UTF-8 text"
         return Document(
-            problems=[Problem("", message, "encoding", name, line, column, repair="save the file as UTF-8")],
+            problems=[
+                Problem(
+                    "",
+                    message,
+                    "encoding",
+                    name,
+                    line,
+                    column,
+                    f"0x{content[error.start]:02x}",
+                    repair="save the file as UTF-8",
+                    options=("UTF-8, UTF-16 with a BOM",),
+                )
+            ],
             complete=False,
             places=Places(name),
         )
@@ -180,7 +196,7 @@ def _beside(name: str) -> str:
     except OSError:
         return f"the folder {folder} does not exist either"
     near = nearest(os.path.basename(name), others)
-    return f"did you mean {os.path.join(os.path.dirname(name), near)}?" if near else ""
+    return f"did you mean {os.path.join(os.path.dirname(name), near)}?" if near else "check the name of the file"
 
 
 # --- overrides and values for "auto" ---
@@ -192,7 +208,12 @@ def _override(translation: Translation, overrides: Overrides) -> list[Problem]:
         path = translation.places.canonical(parse_path(path_text))
         if not path or any(isinstance(part, int) for part in path):
             message = "the path must name a key, such as zero_optimization.stage"
-            problems.append(Problem(path_text, message, "override", f"--set {argument}"))
+            repair, options = "name the key, not the whole file or an item of a list", ("PATH=VALUE",)
+            problems.append(
+                Problem(
+                    path_text, message, "override", f"--set {argument}", found=argument, repair=repair, options=options
+                )
+            )
             continue
         _set(translation.tree, path, copy.deepcopy(value))
         translation.places.overrides[path] = argument
@@ -221,7 +242,15 @@ def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[
         path, equals, text = str(argument).partition("=")
         if not equals or not path.strip():
             problems.append(
-                Problem("", "there is no = in it", "override", f"--set {argument}", repair="write --set path=value")
+                Problem(
+                    "",
+                    "there is no = in it",
+                    "override",
+                    f"--set {argument}",
+                    found=str(argument),
+                    repair="write --set path=value",
+                    options=("PATH=VALUE",),
+                )
             )
             continue
         yield path.strip(), _literal(text.strip()), str(argument)
@@ -272,5 +301,5 @@ def _integer_note(walk: Walk) -> list[Note]:
         return []
     parts = ", ".join(f"{join_path(walk.places.written(path))} = {int(value)}" for path, value in walk.integers)
     first = walk.integers[0][0]
-    message = f"numbers written with a point or an exponent are read as integers: {parts}"
+    message = f"{READ_AS_INTEGERS}: {parts}"
     return [Note(join_path(walk.places.written(first)), message, walk.places.of_value(first)[1])]

@@ -12,6 +12,7 @@ from engine.config.places import Path, Places, join_path
 from engine.config.reader import MAX_DEPTH, MAX_DIGITS, Document
 
 _REFUSED: Any = object()
+_PLAIN = "text, a number, true, false, null, a list or an object"
 
 
 def plain(source: Mapping[Any, Any]) -> Document:
@@ -32,7 +33,11 @@ class _Converter:
 
     def refuse(self, path: Path, message: str, code: str, value: Any = None, allowed: str = "") -> Any:
         found = None if value is None else repr(value)[:60]
-        self.document.problems.append(Problem(join_path(path), message, code, found=found, allowed=allowed))
+        repair = "pass a plain value" if path else "pass a dict of plain values"
+        options = (_PLAIN,)
+        self.document.problems.append(
+            Problem(join_path(path), message, code, found=found, allowed=allowed, repair=repair, options=options)
+        )
         self.document.broken.add(path)
         return _REFUSED
 
@@ -53,7 +58,7 @@ class _Converter:
 
     def convert(self, value: Any, path: Path) -> Any:
         if len(path) > MAX_DEPTH:
-            return self.refuse(path[:3], f"is nested more than {MAX_DEPTH} deep, or holds itself", "too_deep")
+            return self.refuse(path[:3], f"is nested more than {MAX_DEPTH} deep, or holds itself", "too-deep")
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, enum.Enum):
@@ -63,11 +68,11 @@ class _Converter:
         if isinstance(value, int):
             if abs(value) < 10**MAX_DIGITS:
                 return int(value)
-            return self.refuse(path, f"is a number of more than {MAX_DIGITS} digits", "too_long")
+            return self.refuse(path, f"is a number of more than {MAX_DIGITS} digits", "too-long")
         if isinstance(value, float):
             if value == value and (abs(value) != float("inf") or path == ("steps_per_print",)):
                 return float(value)
-            return self.refuse(path, f"{value} is not a finite number", "not_finite", value)
+            return self.refuse(path, f"{value} is not a finite number", "not-finite", value)
         return self.container(value, path)
 
     def container(self, value: Any, path: Path) -> Any:
@@ -84,5 +89,4 @@ class _Converter:
         if type(value).__module__ == "torch" and str(value).startswith("torch."):
             return str(value)
         kind = type(value).__name__
-        allowed = "text, a number, true, false, null, a list or an object"
-        return self.refuse(path, f"a {kind} is not a JSON value", "type", value, allowed)
+        return self.refuse(path, f"a {kind} is not a JSON value", "type", value, _PLAIN)

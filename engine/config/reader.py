@@ -53,6 +53,15 @@ class _Stop(Exception):
 
 _UNREADABLE: Any = object()
 
+_RIGHT = {
+    "duplicate-key": "each key once",
+    "placeholder": "a value",
+    "python": "true, false or null",
+    "not-finite": "a finite number",
+    "too-deep": f"at most {MAX_DEPTH} levels",
+}
+"""What would be right, by the code of a problem."""
+
 
 def placeholder(text: str) -> str | None:
     """The name of an unfilled template placeholder in a text, or None."""
@@ -67,7 +76,7 @@ def read_text(text: str, file: str | None = None) -> Document:
     document = Document(places=Places(file=file))
     if not text.strip("\ufeff \t\r\n"):
         document.problems.append(
-            Problem("", "is empty", "syntax", file, 1, 1, allowed="a JSON object", repair="write at least {}")
+            Problem("", "is empty", "syntax", file, 1, 1, "", allowed="a JSON object", repair="write at least {}")
         )
         document.complete = False
         return document
@@ -91,6 +100,9 @@ class _Reader:
 
     def problem(self, at: int, path: Path, message: str, code: str = "syntax", **more: Any) -> None:
         line, column = self.place(at)
+        more.setdefault("found", self.text[at : at + 20].partition("\n")[0].strip() or None)
+        more.setdefault("repair", "correct the text here")
+        more.setdefault("options", (_RIGHT.get(code, "JSON, with comments and trailing commas"),))
         problems = self.document.problems
         problems.append(Problem(join_path(path), message, code, self.document.places.file, line, column, **more))
         if len(problems) >= MAX_PROBLEMS:
@@ -144,7 +156,7 @@ class _Reader:
                     start,
                     here,
                     f"the key is written twice, on lines {line} and {self.place(start)[0]}",
-                    "duplicate_key",
+                    "duplicate-key",
                     found=key,
                     repair="keep one of them",
                 )
@@ -180,7 +192,7 @@ class _Reader:
 
     def check_depth(self, path: Path, depth: int) -> None:
         if depth > MAX_DEPTH:
-            self.problem(self.at, path[:3], f"is nested more than {MAX_DEPTH} deep", "too_deep")
+            self.problem(self.at, path[:3], f"is nested more than {MAX_DEPTH} deep", "too-deep")
             raise _Stop
 
     def key(self, char: str, path: Path, opening: int) -> str:
@@ -260,7 +272,7 @@ class _Reader:
                 start,
                 path,
                 f"{word} is not a number that JSON has",
-                "not_finite",
+                "not-finite",
                 found=word,
                 allowed="a finite number",
             )
@@ -285,7 +297,7 @@ class _Reader:
                 start,
                 path,
                 f"is a number of {digits} digits",
-                "too_long",
+                "too-long",
                 found=word[:20] + "...",
                 allowed=f"at most {MAX_DIGITS}",
             )
@@ -293,7 +305,7 @@ class _Reader:
         value: int | float = int(word) if word.lstrip("-").isdigit() else float(word)
         if abs(value) > 1e300:
             self.problem(
-                start, path, f"{word} is too large a number", "not_finite", found=word, allowed="a finite number"
+                start, path, f"{word} is too large a number", "not-finite", found=word, allowed="a finite number"
             )
             return _UNREADABLE
         return value

@@ -17,6 +17,7 @@ from engine.config.aliases import CURRENT
 from engine.config.auto import automatic_paths
 from engine.config.config import Config
 from engine.config.places import Path, parse_path
+from engine.config.sections.argument_meanings import OWN_CLASS, meaning
 from engine.config.sections.arguments import (
     BOOLEANS,
     INTEGERS,
@@ -145,8 +146,11 @@ def _constructor(definition: dict[str, Any], table: dict[str, tuple[str, ...]], 
     names = [*table, *others]
     dotted = {"type": "string", "pattern": r"[.:]", "description": "A class of your own, by its dotted path."}
     properties["type"] = {"description": properties["type"]["description"], "anyOf": [{"enum": names}, dotted]}
+    section = "optimizer" if table is OPTIMIZER_PARAMS else "scheduler"
     keys = sorted({key for keys in table.values() for key in keys} | INTEGERS | NUMBERS | BOOLEANS | PAIRS)
-    properties["params"]["properties"] = {key: argument for key in keys if (argument := _argument(key))}
+    described = {key: {"description": meaning(section, key)} for key in keys if meaning(section, key) != OWN_CLASS}
+    arguments = {key: {**described.get(key, {}), **_argument(key)} for key in keys}
+    properties["params"]["properties"] = {key: argument for key, argument in arguments.items() if argument}
     properties["params"]["properties"]["max_grad_norm"] = False
     definition["required"] = ["type"]
     definition["allOf"] = [

@@ -84,14 +84,17 @@ class Walk:
         if self.num_unknown <= MAX_SUGGESTIONS:
             repair = repair_for(self.places.written(path), model.model_fields, value)
         argument = self.places.override(path)
+        more = {"found": value, "options": tuple(model.model_fields)}
         if argument is not None:
-            self.problem(path, "there is no such key", "unknown_key", at_key=True, found=value, repair=repair)
+            repair = repair or "leave it out"
+            self.problem(path, "there is no such key", "unknown-key", at_key=True, repair=repair, **more)
         elif self.lenient:
             self.note(path, "unknown key, ignored" + (f"; {repair}" if repair else ""))
         else:
             ignored = issubclass(model, Section) and model.ignored_by_deepspeed
             message = "unknown key (DeepSpeed ignores it)" if ignored else "unknown key"
-            self.problem(path, message, "unknown_key", at_key=True, found=value, repair=repair)
+            repair = repair or f'delete it, or call it "_{path[-1]}" to keep it as a comment'
+            self.problem(path, message, "unknown-key", at_key=True, repair=repair, **more)
 
     def value(self, value: Any, model: type[BaseModel], key: str, path: Path) -> Any:
         """The value of a known key, or ``_REMOVED`` when the default is to stand."""
@@ -187,7 +190,8 @@ class Walk:
         repair = f"did you mean {near}?" if near else "name a class of your own by its dotted path"
         names = "" if near else ", ".join((*table, *others))
         message = f"there is no {what} {show(name)}"
-        self.problem((*path, "type"), message, "unknown_type", found=name, allowed=names, repair=repair)
+        every = (*table, *others)
+        self.problem((*path, "type"), message, "unknown-type", found=name, allowed=names, repair=repair, options=every)
         return None
 
     def unknown_param(self, path: Path, value: Any, names: tuple[str, ...], owner: Any) -> None:
@@ -202,7 +206,10 @@ class Walk:
             self.note(path, f"{message}; ignored")
             return
         known = "" if repair else ", ".join(names)
-        self.problem(path, message, "unknown_key", at_key=True, found=value, allowed=known, repair=repair)
+        repair = repair or "delete it"
+        self.problem(
+            path, message, "unknown-key", at_key=True, found=value, allowed=known, repair=repair, options=names
+        )
 
     # --- scalars and lists of scalars ---
 

@@ -264,7 +264,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         for group, options in zip(self.param_groups, saved, strict=True):
             for key, value in decode(dict(options)).items():
-                if key in _IMPLEMENTATION_KEYS:
+                if key in (*_IMPLEMENTATION_KEYS, *_LAYOUT_KEYS):
                     continue
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(float(value))

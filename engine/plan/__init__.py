@@ -4,7 +4,9 @@
 (`from engine.plan.plan import ...`) and are all exported here.
 """
 
+from engine.plan.diff import Change, Difference, diff
 from engine.plan.estimates import MemoryEstimate, estimate_memory
+from engine.plan.explain import Explained, Explanation, explain
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import (
     BatchPlan,
@@ -20,11 +22,17 @@ from engine.plan.plan import (
 )
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
-from engine.plan.verdict import Verdict, verdict
+from engine.plan.traffic import TrafficEstimate, estimate_traffic
+from engine.plan.verdict import Verdict, validate, verdict
+from engine.plan.world import imagined_world
 
 __all__ = [
     "BatchPlan",
+    "Change",
     "Degrees",
+    "Difference",
+    "Explained",
+    "Explanation",
     "LossScalePlan",
     "MemoryEstimate",
     "ModelFacts",
@@ -33,12 +41,18 @@ __all__ = [
     "PrecisionPlan",
     "Resolved",
     "SchedulePlan",
+    "TrafficEstimate",
     "Verdict",
     "World",
     "ZeroPlan",
+    "diff",
     "estimate_memory",
+    "estimate_traffic",
+    "explain",
+    "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "validate",
     "verdict",
 ]

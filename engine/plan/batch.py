@@ -76,6 +76,8 @@ def _report_missing(findings: Findings) -> None:
         TOTAL,
         f"no batch size: neither {TOTAL} nor {MICRO} is given",
         repair=f'add "{MICRO}": 8, for example; the rest follows from it',
+        code="missing-key",
+        options=("an integer >= 1",),
     )
 
 
@@ -93,6 +95,7 @@ def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: 
         found=total,
         allowed=_nearest_multiples(total, micro * accumulation * dp),
         repair="set " + " or ".join(repairs) + ", or remove one of the three",
+        code="batch-arithmetic",
     )
 
 
@@ -113,6 +116,7 @@ def _report_remainder(total: int, key: str, factor: int, dp: int, ranks: str, fi
         found=total,
         allowed=f"a multiple of {unit}",
         repair=repair,
+        code="batch-arithmetic",
     )
 
 

@@ -25,10 +25,19 @@ class Findings:
         self.needs_values: list[str] = []
 
     def problem(
-        self, path: str, message: str, *, found: Any = None, allowed: str = "", repair: str = "", code: str = ""
+        self,
+        path: str,
+        message: str,
+        *,
+        found: Any = None,
+        allowed: str = "",
+        repair: str = "",
+        code: str = "conflict",
+        options: tuple[str, ...] = (),
     ) -> None:
+        """``code`` is one of `engine.config.messages.CODES`; the rest completes a `Problem`."""
         file, line, column = self._place(path)
-        self.problems.append(Problem(path, message, code, file, line, column, found, allowed, repair))
+        self.problems.append(Problem(path, message, code, file, line, column, found, allowed, repair, options))
 
     def note(self, path: str, message: str) -> None:
         self.notes.append(Note(path, message, self._place(path)[1]))

@@ -7,6 +7,7 @@ does anyway (``honoured``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ STAGE_3_KEYS = (
     "sub_group_size",
     "mics_hierarchical_params_gather",
     "leaf_module",
+    "offload_param",
 )
 """Keys of ``zero_optimization`` that are about sharded parameters."""
 
@@ -83,10 +85,10 @@ INEFFECTIVE = (
 def note_ineffective(config: Config, findings: Findings) -> None:
     """One note per key that the user set and that changes nothing."""
     stage = config.zero_optimization.stage
-    beyond_stage = {ZERO + key for key in STAGE_3_KEYS} if stage < 3 else {ZERO + "reduce_bucket_size"}
+    beyond_stage = _beyond(stage)
     for path in sorted(beyond_stage):
         if findings.is_given(path) and not _switched_off(config, path):
-            findings.note(path, f"no effect at stage {stage}: {'it acts at stage 3 only' if stage < 3 else _BUCKETS}")
+            findings.note(path, f"no effect at stage {stage}: {ACTS_AT_STAGE_3 if stage < 3 else _BUCKETS}")
     for entry in INEFFECTIVE:
         if entry.path in beyond_stage or not findings.is_given(entry.path):
             continue
@@ -95,20 +97,32 @@ def note_ineffective(config: Config, findings: Findings) -> None:
         findings.note(entry.path, f"no effect: {entry.reason}")
 
 
+def at_this_stage(path: str, stage: int) -> str | None:
+    """Why a key of ``zero_optimization`` has no effect at a stage, None where it may have one."""
+    if path not in _beyond(stage):
+        return None
+    return f"{ACTS_AT_STAGE_3}, and the stage is {stage}" if stage < 3 else f"at stage 3 {_BUCKETS}"
+
+
+def _beyond(stage: int) -> set[str]:
+    return {ZERO + key for key in STAGE_3_KEYS} if stage < 3 else {ZERO + "reduce_bucket_size"}
+
+
+ACTS_AT_STAGE_3 = "it acts at stage 3 only"
 _BUCKETS = "a group of blocks is reduced together (stage3_prefetch_bucket_size)"
 
 
 def value_at(config: Config, path: str) -> Any:
-    """The typed value at a dotted path of canonical keys."""
+    """The typed value at a dotted path of canonical keys; it may lead into free objects."""
     value: Any = config
     for key in path.split("."):
-        value = getattr(value, key)
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key)
     return value
 
 
 def _switched_off(config: Config, path: str) -> bool:
     value = value_at(config, path)
-    return value is False or value is None
+    return value is False or value is None or getattr(value, "device", None) == "none"
 
 
 def _in_dead_section(config: Config, path: str) -> bool:

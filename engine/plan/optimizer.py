@@ -35,7 +35,11 @@ def resolve_optimizer(config: Config, findings: Findings) -> OptimizerPlan | Non
     if name is None:
         return None
     if name in UNUSABLE:
-        findings.problem(PATH, f"{name} {UNUSABLE[name]}", found=name)
+        repair = "choose another optimizer"
+        options = tuple(OPTIMIZERS)
+        findings.problem(
+            PATH, f"{name} {UNUSABLE[name]}", found=name, repair=repair, code="unusable-type", options=options
+        )
         return None
     if name not in OPTIMIZERS:
         if PATH in config.not_built:
@@ -71,7 +75,12 @@ def _check_consumed(name: str, key: str, value: Any, honoured: Any, findings: Fi
     path = f"{PARAMS}.{key}"
     if key in ("bias_correction", "amsgrad"):
         findings.problem(
-            path, f"{name} is built with {key} {_json(honoured)} only", found=value, allowed=_json(honoured)
+            path,
+            f"{name} is built with {key} {_json(honoured)} only",
+            found=value,
+            allowed=_json(honoured),
+            repair=f"leave {key} out",
+            code="value",
         )
     else:
         reason = {

@@ -63,6 +63,7 @@ def _autocast_dtype(config: Config, compute: Dtype, findings: Findings) -> Dtype
             "already turns the whole model",
             found=True,
             repair=f"switch off {compute} or torch_autocast",
+            options=("false",),
         )
     path = "torch_autocast.dtype"
     if autocast.dtype is None:
@@ -143,7 +144,10 @@ def _loss_scale(config: Config, compute: Dtype, autocast: Dtype | None, findings
     if not fp16.enabled:
         findings.note("torch_autocast.dtype", "autocast to fp16 scales the loss, by the keys of the fp16 section")
         for fault in fp16.model_copy(update={"enabled": True}).faults():
-            findings.problem(f"fp16.{fault.key}", fault.message, allowed=fault.allowed, repair=fault.repair)
+            found = getattr(fp16, fault.key)
+            findings.problem(
+                f"fp16.{fault.key}", fault.message, found=found, allowed=fault.allowed, repair=fault.repair
+            )
     if fp16.loss_scale > 0:
         findings.resolved("fp16.loss_scale", fp16.loss_scale, "static")
         return LossScalePlan(static=float(fp16.loss_scale), initial=float(fp16.loss_scale))

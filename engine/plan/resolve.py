@@ -57,12 +57,19 @@ def all_problems(findings: Findings) -> list[Problem]:
         file, line, column = findings.config.locate(first)
         message = f'needs a value here in place of "auto": {", ".join(findings.needs_values)}'
         repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
-        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair))
+        options = ("a value of its own",)
+        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair, options))
     return problems
 
 
 def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
     """The plan, or None where a problem prevents one, and all that was found on the way."""
+    result, findings = sketch(config, world, facts)
+    return (None if findings.problems or findings.needs_values else result), findings
+
+
+def sketch(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
+    """The plan as far as it goes: None only without a batch. With problems it is for explanations, not for a run."""
     findings = Findings(config)
     check_device(config, world, findings)
     check_local_ranks(world, findings)
@@ -80,7 +87,7 @@ def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tu
     note_ineffective(config, findings)
     note_vocabulary(config, findings)
     note_facts(config, degrees, facts, findings)
-    if findings.problems or findings.needs_values or batch is None:
+    if batch is None:
         return None, findings
     result = Plan(
         config=config,

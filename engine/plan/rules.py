@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.auto import needs_values
 from engine.plan.facts import ModelFacts
+from engine.plan.ineffective import value_at
 from engine.plan.plan import Degrees, World
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def check_device(config: Config, world: World, findings: Findings) -> None:
         found=wanted,
         allowed=f"{world.device}, auto",
         repair='install a build of torch for the device, or set "device" to "cpu"',
+        code="device",
     )
 
 
@@ -46,13 +48,22 @@ def check_local_ranks(world: World, findings: Findings) -> None:
             found=world.local_size,
             allowed=f"at most {world.device_count}",
             repair="start fewer ranks per node",
+            code="ranks",
         )
 
 
 def check_not_built(config: Config, findings: Findings) -> None:
     """Features that are switched on, that DeepSpeed has, and that this engine lacks."""
     for path in config.not_built:
-        findings.problem(path, "is valid, but not built here", code="not-built", repair="switch it off")
+        found = value_at(config, path)
+        findings.problem(
+            path,
+            "is valid, but not built here",
+            found=found.model_dump(mode="json") if hasattr(found, "model_dump") else found,
+            repair="switch it off",
+            code="not-built",
+            options=("leave it out",),
+        )
 
 
 def check_autos(config: Config, findings: Findings) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.config.suggest import nearest
+from engine.plan.findings import plural
 from engine.plan.plan import OptimizerPlan, SchedulePlan
 from engine.plan.schedule_table import OURS, TORCH, UNUSABLE, ScheduleSpec
 
@@ -32,12 +33,14 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
     name = section.type.replace(":", ".").removeprefix(TORCH_MODULE)
     if name in UNUSABLE:
         repair = "pass lr_scheduler to initialize()"
-        findings.problem(PATH, f"{name} {UNUSABLE[name]}, which JSON cannot hold", found=name, repair=repair)
+        message = f"{name} {UNUSABLE[name]}, which JSON cannot hold"
+        findings.problem(PATH, message, found=name, repair=repair, code="unusable-type", options=tuple(KNOWN))
         return None
     spec = KNOWN.get(name)
     if spec is None:
         repair = "pass lr_scheduler to initialize() for a class of your own"
-        findings.problem(PATH, f"there is no schedule {name}", found=name, allowed=", ".join(KNOWN), repair=repair)
+        message = f"there is no schedule {name}"
+        findings.problem(PATH, message, found=name, allowed=", ".join(KNOWN), repair=repair, code="unknown-type")
         return None
     if config.optimizer is None:
         findings.note(PATH, f"{name} follows the optimizer that is passed to initialize(): the JSON names none")
@@ -86,7 +89,8 @@ def _check_names(name: str, spec: ScheduleSpec, given: Mapping[str, Any], findin
                 f"{name} has no parameter {key!r}",
                 found=value,
                 allowed=", ".join(spec.names),
-                repair=f"did you mean {close}?" if close else "",
+                repair=f"did you mean {close}?" if close else "delete it",
+                code="unknown-key",
             )
 
 
@@ -103,7 +107,13 @@ def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config
         if key in spec.lengths and steps is not None:
             params[key] = findings.resolved(path, steps, "training.steps", "derived")
         else:
-            findings.problem(path, f"{name} needs {key}", repair=f'add "{key}" to {PARAMS}')
+            findings.problem(
+                path,
+                f"{name} needs {key}",
+                repair=f'add "{key}" to {PARAMS}',
+                code="missing-key",
+                options=("an integer >= 1" if key in spec.lengths else f"what torch's {name} takes",),
+            )
 
 
 def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> None:
@@ -112,27 +122,41 @@ def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> No
         value = params.get(key, 1)
         if not isinstance(value, int) or value < 1:
             findings.problem(
-                f"{PARAMS}.{key}", f"{name} cycles over {value} steps", found=value, allowed="an integer >= 1"
+                f"{PARAMS}.{key}",
+                f"{name} cycles over {value} steps",
+                found=value,
+                allowed="an integer >= 1",
+                repair="leave it out for the default, 2000",
+                code="value",
             )
 
 
 def _check_length(name: str, spec: ScheduleSpec, params: Mapping[str, Any], config: Config, findings: Findings) -> None:
     """Lengths that do not fit together are rarely meant."""
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    steps = config.training.steps
     if warmup is not None and total is not None and warmup > total:
         findings.note(
             f"{PARAMS}.warmup_num_steps",
             f"the warm-up of {warmup} steps is longer than the schedule of {total} steps: the learning rate drops to "
             "its end in one step when the warm-up is over",
         )
-    steps = config.training.steps
+    elif steps is not None and isinstance(warmup, int) and warmup >= steps:
+        reached = "is over only when training ends" if warmup == steps else "is never over"
+        findings.note(
+            f"{PARAMS}.warmup_num_steps",
+            f"the warm-up of {warmup} steps {reached}: training takes {plural(steps, 'step')}",
+        )
     for key in spec.lengths:
         length = params.get(key)
         if steps is None or not isinstance(length, int) or length >= steps:
             continue
         path, fact = f"{PARAMS}.{key}", f"{name} ends after {length} of the {steps} training steps"
         if name == "OneCycleLR":
-            findings.problem(path, f"{fact}, and refuses to go on", found=length, allowed=f"at least {steps}")
+            repair = f"set {key} or training.steps so that they agree"
+            findings.problem(
+                path, f"{fact}, and refuses to go on", found=length, allowed=f"at least {steps}", repair=repair
+            )
         else:
             then = "rises again" if name == "CosineAnnealingLR" else "stays at its end value"
             findings.note(path, f"{fact}: for the last {steps - length} the learning rate {then}")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from engine.config.aliases import ALIASES
+from engine.config.load import Overrides, Source
+from engine.config.load import examine as examine_source
 from engine.config.messages import ConfigError, Note, Problem
+from engine.config.places import parse_path
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import World
 from engine.plan.resolve import NOT_BUILT, examine
+from engine.plan.world import imagined_world
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine.config import Config
 
 VerdictKind = Literal["valid", "needs-values", "not-built", "invalid"]
@@ -35,6 +42,16 @@ class Verdict:
     @property
     def trainable(self) -> bool:
         return self.kind == "valid"
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``ptrain validate --json`` prints."""
+        return {
+            "verdict": self.kind,
+            "needs_values": list(self.needs_values),
+            "not_built": list(self.not_built),
+            "problems": [problem.to_json() for problem in self.problems],
+            "notes": [note.to_json() for note in self.notes],
+        }
 
     def render(self) -> str:
         """One line for the verdict, one for each problem and note."""
@@ -65,3 +82,55 @@ def verdict(config: Config, world: World | None = None, facts: ModelFacts | None
         "invalid" if problems else "not-built" if not_built else "needs-values" if needs_values else "valid"
     )
     return Verdict(kind, problems, needs_values, not_built, (*config.notes, *findings.notes))
+
+
+def validate(
+    source: Source,
+    world: World | int = 1,
+    *,
+    overrides: Overrides = (),
+    auto: Mapping[str, Any] | None = None,
+    lenient: bool = False,
+    facts: ModelFacts | None = None,
+) -> Verdict:
+    """Reads and judges a config, never raising for what is wrong with it: `ptrain validate` as a function.
+
+    Args:
+        source: a JSON file, a dict or a `Config`, as for `engine.config.load_config`, as are ``overrides``, ``auto``
+            and ``lenient``.
+        world: the ranks to judge it for, or how many.
+    """
+    found = examine_source(source, overrides=overrides, auto=auto, lenient=lenient)
+    if found.config is None:
+        return Verdict("invalid", found.problems, notes=found.notes)
+    if isinstance(world, int):
+        world = imagined_world(found.config, world, "--world")
+    judged = verdict(found.config, world, facts)
+    if not found.problems:
+        return judged
+    further = [problem for problem in judged.problems if not _may_follow(problem, found.problems)]
+    problems = ConfigError([*found.problems, *further]).problems
+    return Verdict("invalid", problems, judged.needs_values, judged.not_built, found.notes)
+
+
+SUBJECTS = (
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    | {"pipeline", "tensor_parallel", "sequence_parallel_size", "parallel"},
+    {"fp16", "bf16", "torch_autocast", "data_types", "communication_data_type", "amp"},
+    {"optimizer", "scheduler", "training"},
+)
+"""Top-level keys that the rules look at together."""
+
+
+def _may_follow(problem: Problem, causes: tuple[Problem, ...]) -> bool:
+    """Whether a problem that a rule sees may only be there because a value could not be read and its default stands."""
+    top = _top_level(problem)
+    subject = next((names for names in SUBJECTS if top in names), {top})
+    wrong = {_top_level(cause) for cause in causes}
+    misspelled = any(cause.code == "unknown-key" and len(parse_path(cause.path)) == 1 for cause in causes)
+    return bool(subject & wrong) or "" in wrong or (misspelled and problem.code == "missing-key")
+
+
+def _top_level(problem: Problem) -> str:
+    path = parse_path(problem.path)
+    return str(ALIASES.get(path[:1], path)[0]) if path else ""

@@ -20,6 +20,12 @@ def describe_world(world: World) -> str:
     return f"world size {world.size} ({world.how})" if world.how else f"world size {world.size}"
 
 
+def imagined_world(config: Config, size: int, how: str) -> World:
+    """A world to plan for without asking torch what is there: on the device that the config names, else on the CPU."""
+    device = "cpu" if config.device == "auto" else config.device
+    return World(size=size, local_size=size, device=device, device_count=0, how=how)
+
+
 def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees:
     """Stage 0 replicates over all ranks, stages 1 to 3 shard over all; MiCS shards in groups of ranks."""
     stage = config.zero_optimization.stage
@@ -50,6 +56,7 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
             MICS,
             f"{size} does not divide the {plural(dp, 'data-parallel rank')} of "
             f"{describe_world(world)}{_remainder(dp, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(dp))),
             repair="choose one of the divisors or change the number of ranks",
@@ -79,6 +86,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.problem(
             HPZ,
             f"{size} does not divide the {plural(shard, 'rank')} a parameter is sharded over{_remainder(shard, size)}",
+            code="ranks",
             found=size,
             allowed=", ".join(map(str, divisors(shard))),
             repair="choose one of the divisors or change the number of ranks",

@@ -56,8 +56,8 @@ def _after_finish(model_engine: engine.Engine, change: Callable[[list[Any]], Non
 
 def missing_reduction(model_engine: engine.Engine) -> None:
     for group in _groups(model_engine.roles.reduction):
-        group.reduce_scatter = lambda flat, bounds: NoWork()
-        group.all_reduce = lambda flat: NoWork()
+        group.reduce_scatter = lambda flat, bounds, what="": NoWork()
+        group.all_reduce = lambda flat, what="": NoWork()
 
 
 def wrong_divisor(model_engine: engine.Engine) -> None:

@@ -23,6 +23,8 @@ RUNGS = (
     "build",
     "engine",
     "surface",
+    "full_state",
+    "window_checks",
     "window",
     "model",
     "optim",

@@ -8,12 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Fault(NamedTuple):
-    """A contradiction inside one section. ``key`` is relative to the section and may be dotted."""
+    """A contradiction inside one section. ``key`` is relative to the section and may be dotted. ``code`` is one of
+    `engine.config.messages.CODES`; '' means missing-key where the key has no value, else conflict."""
 
     key: str
     message: str
     allowed: str = ""
     repair: str = ""
+    code: str = ""
 
 
 class Section(BaseModel):

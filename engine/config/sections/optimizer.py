@@ -35,13 +35,12 @@ def _params_faults(params: dict[str, Any]) -> Iterator[Fault]:
     for key, value in params.items():
         expected = _type_fault(key, value)
         if expected:
-            yield Fault(f"params.{key}", f"{show(value, 30)} is not allowed here", expected)
+            yield Fault(f"params.{key}", f"{show(value, 30)} is not allowed here", expected, code="type")
         elif key in NOT_NEGATIVE and _is_number(value) and value < 0:
-            yield Fault(f"params.{key}", f"{value} is negative", "0 or more")
+            yield Fault(f"params.{key}", f"{value} is negative", "0 or more", code="value")
         elif key == "betas" and not all(0 <= beta < 1 for beta in value):
-            yield Fault(
-                "params.betas", f"{show(value)} is out of range", "two numbers from 0 up to but not including 1"
-            )
+            allowed = "two numbers from 0 up to but not including 1"
+            yield Fault("params.betas", f"{show(value)} is out of range", allowed, code="value")
 
 
 class OptimizerSection(Section):
@@ -85,4 +84,5 @@ class SchedulerSection(Section):
                 "params.warmup_type",
                 f'"{warmup_type}" is unknown (DeepSpeed takes "log")',
                 '"log" or "linear"',
+                code="value",
             )

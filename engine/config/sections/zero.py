@@ -150,10 +150,11 @@ class ZeroSection(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.mics_shard_size == 0 or self.mics_shard_size < -1:
-            yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1")
+            yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1", code="value")
         loco = self.zeropp_loco_param or {}
         for key in loco.keys() - {"err_beta", "reset_T"}:
-            yield Fault(f"zeropp_loco_param.{key}", "unknown key, which DeepSpeed ignores", "err_beta, reset_T")
+            message = "unknown key, which DeepSpeed ignores"
+            yield Fault(f"zeropp_loco_param.{key}", message, "err_beta, reset_T", "delete it", "unknown-key")
 
 
 class AioSection(Section):

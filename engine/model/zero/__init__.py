@@ -75,6 +75,7 @@ def apply(
     if sharded:
         precision = _uniform(registry, plan.precision)
         shard_model(model, blocks, plan.zero, precision, mesh, shard_group, replicate_group, materialise)
+        registry.refresh(model)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
         rows = [info for info in managed if is_cut(info.shape)]

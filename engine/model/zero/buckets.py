@@ -16,101 +16,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.model.zero.shards import ParameterShard, first_nonfinite, sum_of_squares
-from engine.parameters import ParameterInfo
+from engine.model.zero.arrivals import running_scale
+from engine.model.zero.bucket import Bucket, Member
+from engine.model.zero.shards import first_nonfinite, sum_of_squares
 from engine.torch_compat import foreach_add_, foreach_copy_
 
 MAX_IN_FLIGHT = 2
 """Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One parameter in a bucket, at ``[offset, offset + numel)``."""
-
-    info: ParameterInfo
-    parameter: nn.Parameter
-    offset: int
-    arrived: bool = False
-    """In the backward that runs now."""
-    collected: bool = False
-    """In the round that runs now."""
-    in_window: bool = False
-
-    def __post_init__(self) -> None:
-        self.stop = self.offset + self.info.numel
-
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.stop].view(self.info.shape)
-
-
-@dataclass(eq=False)
-class Bucket:
-    """``values``: what forward reads, whole. ``master``: this rank's shard in master precision (a view of ``values``
-    where the precision is the same). ``arrivals``: gradients that are not in ``collect`` yet, where those of the round
-    gather; ``late``: those that came after the round had sent the bucket. ``result``: this rank's shard of the window's
-    reduced gradients, None before the first reduction; ``flat_gradients``: the same as the optimizer gets them."""
-
-    members: list[Member]
-    bounds: list[int]
-    rank: int
-    values: Tensor
-    master: Tensor
-    gradient_dtype: torch.dtype
-    home: Tensor | None = None
-    collect: Tensor | None = None
-    result: Tensor | None = None
-    flat_gradients: Tensor | None = None
-    arrivals: list[tuple[Member, Tensor]] = field(default_factory=list)
-    late: list[tuple[Member, Tensor]] = field(default_factory=list)
-    launched: bool = False
-    num_waiting: int = 0
-    shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
-
-    @property
-    def group(self) -> int:
-        """The optimizer group of the first member (of all, in buckets that are made so)."""
-        return self.members[0].info.group or 0
-
-    @property
-    def own(self) -> slice:
-        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
-
-    # Hundreds of views a step are a measurable part of a small model's step; those of `home` never change.
-
-    @cached_property
-    def home_members(self) -> dict[int, Tensor]:
-        """`home` cut into members, by registry index. Where whole gradients are kept."""
-        assert self.home is not None
-        return {member.info.index: member.view(self.home) for member in self.members}
-
-    @cached_property
-    def home_shards(self) -> list[Tensor]:
-        """This rank's part of `home` cut into shards."""
-        assert self.home is not None
-        return self.cut(self.home if self.home.numel() == self.master.numel() else self.home[self.own])
-
-    def cut(self, own: Tensor) -> list[Tensor]:
-        """``own``, as large as this rank's shard of the bucket, in the shapes of the parameters' shards."""
-        return [own[at : at + s.parameter.numel()].view(s.parameter.shape) for s, at in self.shards]
-
-    def gradients(self) -> list[Tensor]:
-        """The window's reduced gradients of the shards, in master precision: views of `flat_gradients`."""
-        assert self.result is not None
-        self.flat_gradients = self.result.to(self.master.dtype)
-        if self.flat_gradients is not self.result:
-            return self.cut(self.flat_gradients)
-        in_home = (
-            self.home is not None and self.result.untyped_storage().data_ptr() == self.home.untyped_storage().data_ptr()
-        )
-        return self.home_shards if in_home else self.cut(self.result)
 
 
 class BucketReduction:
@@ -143,6 +60,7 @@ class BucketReduction:
         self._overlaps = True
         self._has_deferred = False
         self._num_rounds = 0
+        self._scales: set[float | None] = set()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -159,6 +77,7 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            self._scales.add(running_scale())
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -293,8 +212,8 @@ class BucketReduction:
         """What travels, where the sums will be, and the reduction on its way."""
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds)
-        return wire, self.replicate_group.all_reduce(wire)
+            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds, f"reducing gradients of {bucket.name}")
+        return wire, self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
 
     def _complete(self) -> None:
         bucket, collected, wire, pending = self._in_flight.popleft()
@@ -336,6 +255,20 @@ class BucketReduction:
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
 
+    def scales(self) -> set[float | None]:
+        return self._scales
+
+    @torch.no_grad()
+    def adopt_gradients(self, indices: set[int]) -> None:
+        for bucket in self.buckets:
+            for member in bucket.members:
+                member.in_window |= member.info.index in indices
+            for shard, offset in bucket.shards:
+                if shard.info.index in indices and bucket.result is not None and shard.parameter.grad is not None:
+                    held = bucket.result[offset : offset + shard.parameter.numel()]
+                    if held.data_ptr() != shard.parameter.grad.data_ptr():
+                        held.copy_(shard.parameter.grad.view(-1))
+
     def drop_gradients(self, indices: set[int]) -> None:
         for shard in self.shards:
             if shard.info.index in indices:
@@ -347,7 +280,8 @@ class BucketReduction:
         for bucket in self.buckets:
             if bucket.master.data_ptr() != bucket.values[bucket.own].data_ptr():
                 bucket.values[bucket.own].copy_(bucket.master)
-            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds))
+            what = f"gathering the updated {bucket.name}"
+            pending.append(self.shard_group.all_gather(bucket.values, bucket.bounds, what))
         for gather in pending:
             gather.wait()
         # parameters alias the buckets through .data, so autograd must be told that they changed
@@ -362,6 +296,7 @@ class BucketReduction:
     def zero_gradients(self) -> None:
         self._reducing = self._has_deferred = False
         self._num_rounds = 0
+        self._scales.clear()
         while self._in_flight:
             self._complete()
         for bucket in self.buckets:

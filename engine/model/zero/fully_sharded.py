@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
+from engine.model.zero.arrivals import running_scale
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
@@ -55,8 +56,10 @@ def shard_model(
         cast_forward_inputs=False,
     )
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
+    group_of: dict[nn.Module, Sequence[nn.Module]] = {}
     for group in group_blocks(alone(model, blocks), zero.group_elements):
         prepare(group)
+        group_of |= dict.fromkeys(group, group)
         whole = [p for block in group for p in block.parameters() if is_cut(p.shape)]
         fully_shard(  # type: ignore[call-overload]
             list(group), reshard_after_forward=zero.reshard_after_forward, ignored_params=uncut(group), **arguments
@@ -68,10 +71,13 @@ def shard_model(
     fully_shard(model, reshard_after_forward=False, ignored_params=uncut([model]), **arguments)  # type: ignore[call-overload]
     _release(whole)
     all_gather, reduce_scatter = AllGather(shard_group), ReduceScatter(shard_group, zero.predivide_factor)
+    names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+            together = group_of.get(module, [module])
+            unit = " and ".join(dict.fromkeys(names[member] or "the model's own parameters" for member in together))
+            module.set_custom_all_gather(all_gather.of(unit))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce_scatter.of(unit))  # type: ignore[arg-type]
             if replicate_group.size > 1:
                 module.set_all_reduce_hook(replicate_group.count_all_reduce)  # FSDP2's own, between the replicas
             # sums on the wire; the one division is part of the factor that the optimizer applies
@@ -151,6 +157,7 @@ class FullyShardedReduction:
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
         self._used: set[int] = set()
+        self._scales: set[float | None] = set()
         self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -174,13 +181,17 @@ class FullyShardedReduction:
                 info = registry.by_name.get(registry.aliases.get(prefix + name, prefix + name))
                 if info is not None and info.group is not None and info.shape and not isinstance(parameter, DTensor):
                     note = functools.partial(self._note_use, info.index)
+                    is_frozen = not parameter.requires_grad  # since initialize, perhaps not for long
+                    parameter.requires_grad_(True)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+                    parameter.requires_grad_(not is_frozen)
 
         once = module.register_forward_pre_hook(find)
         self._hooks.append(once)
 
     def _note_use(self, index: int, parameter: Tensor) -> None:
         self._used.add(index)
+        self._scales.add(running_scale())
 
     def begin_backward(self, last: bool) -> None:
         pass  # FSDP2 reduces in every backward
@@ -215,6 +226,19 @@ class FullyShardedReduction:
     def untouched(self) -> list[int]:
         return [info.index for info, _ in self.parameters if info.index not in self._used]
 
+    def scales(self) -> set[float | None]:
+        return self._scales
+
+    @torch.no_grad()
+    def adopt_gradients(self, indices: set[int]) -> None:
+        self._used |= indices & {info.index for info, _ in self.parameters}
+        for shard, parameter in self._local:
+            if shard.info.index not in indices or shard.parameter.grad is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local_part(parameter.grad).copy_(shard.parameter.grad)
+
     def drop_gradients(self, indices: set[int]) -> None:
         for shard in self.shards:
             if shard.info.index in indices:
@@ -231,6 +255,7 @@ class FullyShardedReduction:
 
     def zero_gradients(self) -> None:
         self._used.clear()
+        self._scales.clear()
         for _, parameter in self.parameters:
             parameter.grad = None
         for shard in self.shards:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
-from engine.model.zero.buckets import Bucket, BucketReduction, Member
+from engine.model.zero.bucket import Bucket, Member
+from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.local_gradients import LocalGradients
 from engine.model.zero.shards import ParameterShard, assign_owners
 from engine.parameters import ParameterInfo

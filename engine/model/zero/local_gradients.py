@@ -14,7 +14,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.collectives.shards import Pending
-from engine.model.zero.buckets import Bucket, BucketReduction
+from engine.model.zero.bucket import Bucket
+from engine.model.zero.buckets import BucketReduction
 
 
 class _AtOnce:

@@ -41,6 +41,13 @@ class ShardedWithScalars:
     def untouched(self) -> list[int]:
         return self._sharded.untouched() + self._scalars.untouched()
 
+    def scales(self) -> set[float | None]:
+        return self._sharded.scales() | self._scalars.scales()
+
+    def adopt_gradients(self, indices: set[int]) -> None:
+        for part in self._parts:
+            part.adopt_gradients(indices)
+
     def drop_gradients(self, indices: set[int]) -> None:
         for part in self._parts:
             part.drop_gradients(indices)

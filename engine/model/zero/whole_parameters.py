@@ -42,7 +42,10 @@ class OwnedParametersReduction(FullyShardedReduction):
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Adds what has come since the last time: gradients may be asked for inside a window."""
         present = [parameter.grad is not None for _, parameter in self.parameters]
+        if not any(present):  # the same on all ranks: FSDP2 reduces on all or on none
+            return
         gradients = self._to_owners(
             [local_part(p.grad if p.grad is not None else torch.zeros_like(p)) for _, p in self.parameters]
         )
@@ -50,7 +53,13 @@ class OwnedParametersReduction(FullyShardedReduction):
             parameter.grad = None
         owned = [(gradient, was) for gradient, was in zip(gradients, present, strict=True) if gradient is not None]
         for shard, (gradient, was_present) in zip(self.shards, owned, strict=True):
-            shard.parameter.grad = gradient if was_present else None
+            if was_present and shard.parameter.grad is not None:
+                shard.parameter.grad += gradient
+            elif was_present:
+                shard.parameter.grad = gradient
+
+    def adopt_gradients(self, indices: set[int]) -> None:
+        self._used |= indices & {info.index for info, _ in self.parameters}
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -72,7 +81,7 @@ class OwnedParametersReduction(FullyShardedReduction):
                         sends.append((part, peer))
                 elif peer == self._group.rank:
                     receives.append((local.view(-1), owner))
-        self._group.exchange(sends, receives)
+        self._group.exchange(sends, receives, "giving parameters back to their shards")
 
     def _to_owners(self, locals_: Sequence[Tensor]) -> list[Tensor | None]:
         """Whole tensors of the parameters that this rank owns (None for the others), from every rank's rows."""
@@ -94,5 +103,5 @@ class OwnedParametersReduction(FullyShardedReduction):
                 elif start < stop:
                     receives.append((whole[start:stop], peer))
             wholes.append(whole.view(info.shape))
-        self._group.exchange(sends, receives)
+        self._group.exchange(sends, receives, "collecting whole parameters")
         return wholes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from engine.checkpoint import CheckpointError, default_tag, list_tags, load_tensors, prune, read_manifest
+from engine.checkpoint import CheckpointError, Retention, default_tag, list_tags, load_tensors, prune, read_manifest
 from engine.checkpoint.folder import check_tag
 
 
@@ -138,15 +140,41 @@ def test_a_directory_that_is_a_file(tmp_path, world):
         world.save(tmp_path / "file", "t", [[], []])
 
 
-def test_prune_keeps_the_last_the_regular_and_latest(tmp_path, put):
-    for number in (2, 10, 4, 20, 7):
-        put(f"step{number}", number, save_latest=number == 4)
-    broken = put("broken", 1, save_latest=False)
+def test_prune_keeps_what_any_rule_wants(tmp_path, put):
+    losses = {2: 0.5, 10: 3.0, 4: 1.0, 20: 4.0, 7: 2.0, 9: None}
+    for number, loss in losses.items():
+        put(default_tag(number), number, save_latest=number == 4, metric=loss)
+    broken = put(default_tag(1), 1, save_latest=False)
     (broken / "manifest.json").write_text("{")
-    assert prune(tmp_path, 1, keep_every=10, keep=["step2"]) == ["step7"]
-    assert list_tags(tmp_path) == ["broken", "step2", "step4", "step10", "step20"]
-    assert prune(tmp_path, 2) == ["step2"]
-    assert prune(tmp_path, 2) == []
+    put("mine", 1, save_latest=False)
+    untouched = ["global_step1", "mine"]
+
+    def left():
+        return [tag for tag in list_tags(tmp_path) if tag not in untouched]
+
+    assert prune(tmp_path, Retention()) == []
+    assert prune(tmp_path, Retention(keep_last=1, keep_every=10, keep_best=2), keep=[default_tag(7)]) == [
+        "global_step9"
+    ]
+    assert left() == [default_tag(steps) for steps in (2, 4, 7, 10, 20)]
+    assert prune(tmp_path, Retention(keep_best=1)) == [default_tag(steps) for steps in (7, 10, 20)]
+    assert prune(tmp_path, Retention(keep_last=1)) == [default_tag(2)]
+    assert left() == [default_tag(4)]
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
-    with pytest.raises(CheckpointError, match="keep_last=0"):
-        prune(tmp_path, 0)
+    assert list_tags(tmp_path) == ["global_step1", "global_step4", "mine"]
+
+
+def test_a_save_deletes_what_is_not_kept_and_survives_that_it_cannot(tmp_path, put, monkeypatch, caplog):
+    for number in range(1, 5):
+        put(default_tag(number), number, retention=Retention(keep_last=2))
+    assert list_tags(tmp_path) == ["global_step3", "global_step4"]
+    monkeypatch.setattr("engine.checkpoint.saving.prune", lambda *args, **options: os.mkdir(tmp_path))
+    put(default_tag(5), 5, retention=Retention(keep_last=2))
+    assert list_tags(tmp_path) == ["global_step3", "global_step4", "global_step5"]
+    assert "were not deleted" in caplog.text
+
+
+@pytest.mark.parametrize("rule", ["keep_last", "keep_every", "keep_best"])
+def test_retention_counts_from_one(rule):
+    with pytest.raises(CheckpointError, match=f"{rule}=0"):
+        Retention(**{rule: 0})

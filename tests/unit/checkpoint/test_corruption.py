@@ -111,11 +111,15 @@ FILE = "rank_00000.safetensors"
 @pytest.mark.parametrize(
     ("path", "forged", "message"),
     [
-        (["files", "../../etc/passwd"], {"size_bytes": 1, "sha256": "0" * 64}, "a name in files is '../../etc/passwd'"),
-        (["files", "/etc/passwd"], {"size_bytes": 1, "sha256": "0" * 64}, "a name in files"),
+        (
+            ["files", "../../etc/passwd"],
+            {"size_bytes": 1, "xxh3_128": "0" * 32},
+            "a name in files is '../../etc/passwd'",
+        ),
+        (["files", "/etc/passwd"], {"size_bytes": 1, "xxh3_128": "0" * 32}, "a name in files"),
         (["files", FILE, "size_bytes"], -1, r"size_bytes is -1"),
         (["files", FILE, "size_bytes"], True, r"size_bytes is True"),
-        (["files", FILE, "sha256"], "0", r"sha256 is '0'"),
+        (["files", FILE, "xxh3_128"], "0", r"xxh3_128 is '0'"),
         (["files"], [], r"files is \[\]"),
         (["tensors", "parameters.w", "pieces", 0, 0], "../x", r"pieces\[0\] is '\.\./x'"),
         (["tensors", "parameters.w", "pieces", 0, 2], [-5, 0], "an integer from 0 up"),
@@ -140,6 +144,7 @@ FILE = "rank_00000.safetensors"
         (["counters"], {"__tuple__": [1]}, "counters is"),
         (["config"], {"a": {"__items__": 1}}, r"config\.a: malformed __items__"),
         (["aliases"], {"a": 1}, "aliases.a is 1"),
+        (["metric"], "2", "metric is '2'; allowed: a number or null"),
         (["tag"], "../t", "Checkpoint tag '../t' cannot be used"),
         (["tag"], "other", "holds the checkpoint 'other': it was renamed"),
         (["format_version"], 2, "format version 2; this engine reads up to 1"),

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from engine.checkpoint import folder, list_tags, load_tensors, read_manifest, tensor_file
+from engine.checkpoint import folder, list_tags, load_tensors, read_manifest, synced_file
 
 SIZE = 300_000
 
@@ -58,13 +58,13 @@ def stall_at(moment, report):
         time.sleep(60)
 
     if moment == "tensors half written":
-        write = tensor_file._write_all
+        write = synced_file.SyncedFile._write_out
 
-        def half(descriptor, block):
-            write(descriptor, block[: len(block) // 2])
+        def half(file, block):
+            write(file, block[: len(block) // 2 // 4096 * 4096])
             stall()
 
-        tensor_file._write_all = half
+        synced_file.SyncedFile._write_out = half
     elif moment == "before the manifest":
         folder.write_synced = stall
     elif moment == "between the renames":

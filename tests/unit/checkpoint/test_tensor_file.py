@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import CheckpointError, tensor_file
+from engine.checkpoint import CheckpointError, synced_file, tensor_file
 from engine.checkpoint.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE, assign, conversion
 from engine.checkpoint.tensor_file import TensorFile, write_tensor_file
 
@@ -36,7 +36,7 @@ def test_the_safetensors_library_reads_every_dtype_and_stride(tmp_path):
     ]
     record = write_tensor_file(tmp_path / "a.safetensors", tensors)
     raw = (tmp_path / "a.safetensors").read_bytes()
-    assert (record.size_bytes, record.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    assert (record.size_bytes, record.xxh3_128) == (len(raw), xxhash.xxh3_128(raw).hexdigest())
     loaded = load_file(tmp_path / "a.safetensors")
     assert loaded.keys() == {key for key, _ in tensors}
     for key, tensor in tensors:
@@ -93,7 +93,7 @@ def test_any_box_is_read_whatever_the_block_sizes(tmp_path_factory, case, block_
     path = tmp_path_factory.mktemp("box") / "f"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "BLOCK_BYTES", block_bytes)
-        patch.setattr(tensor_file, "_SMALL_BYTES", 16)
+        patch.setattr(synced_file, "BUFFER_BYTES", 4096)
         patch.setattr(tensor_file, "_MIN_RUN_BYTES", run_bytes)
         stored = value.mT.contiguous().mT if transposed and len(shape) >= 2 else value
         write_tensor_file(path, [("x", stored)])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.main import main
+from engine.cli.main import COMMANDS, main
 from engine.cli.options import real_world
 from engine.cli.resolved import absolute_target, data_path, resolved_config
 from engine.cli.train import check_output, named_checkpoint, vocabulary_size
@@ -47,20 +47,23 @@ def config(tmp_path: Path) -> Path:
 def test_commands_that_need_no_torch_do_not_import_it(config: Path) -> None:
     script = """
 import contextlib, io, sys
-from engine.cli.main import main
+from engine.cli.main import COMMANDS, main
 path = sys.argv[1]
 with contextlib.redirect_stdout(io.StringIO()):
     codes = [main(["validate", path]), main(["plan", path]), main(["schema"]), main(["--config", path, "--dry-run"])]
-    try:
-        main(["--help"])
-    except SystemExit as exit:
-        codes.append(exit.code)
+    codes += [main(["explain", path]), main(["diff", path, path]), main(["--help"])]
+    codes.append(main(["init", "--model-size", "1b", "--gpus", "8", "--memory", "80GB", "--output", "-"]))
+    for command in COMMANDS:
+        try:
+            main([command, "--help"])
+        except SystemExit as exit:
+            codes.append(exit.code)
 print(codes, "torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(config)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "[0, 0, 0, 0, 0] False\n", done.stderr
+    assert done.stdout == f"{[0] * (8 + len(COMMANDS))} False\n", done.stderr
 
 
 def test_dry_run_prints_the_plan_of_so_many_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +79,36 @@ def test_train_is_the_default_command(config: Path, capsys: pytest.CaptureFixtur
     named = capsys.readouterr().out
     assert main(["--config", str(config), "--dry-run"]) == 0
     assert capsys.readouterr().out == named
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    listed = out.partition("commands:\n")[2].partition("\n\n")[0]
+    lines = [line.split(maxsplit=1) for line in listed.splitlines()]
+    assert dict(lines) == COMMANDS
+    assert max(map(len, out.splitlines())) <= 100
+    assert {path.stem for path in (ROOT / "engine/cli").glob("*.py") if "def run(argv" in path.read_text()} == set(
+        COMMANDS
+    )
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: ptrain")
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("validat", "there is no command validat; did you mean validate?"),
+        ("expalin", "did you mean explain?"),
+        ("run.json", "to train, write ptrain --config run.json"),
+        ("zzz", "there is no command zzz (commands: train, plan, "),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(
+    word: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "x"]) == 2
+    assert answer in capsys.readouterr().err
 
 
 def test_mistakes_are_told_without_a_traceback(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

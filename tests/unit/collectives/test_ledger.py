@@ -91,14 +91,14 @@ def closed_form(stage: int, ranks: int) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 def test_steps_send_what_the_closed_forms_say(ranks, world, tmp_path):
     configs = [stage_config(stage, world) for stage in range(4)]
-    agreement = 2 * (world - 1) / world * 8 * 8  # eight float64
+    agreement = 2 * (world - 1) / world * 16 * 8  # sixteen float64
     for rank, by_stage in enumerate(ranks(world).run(train_all, configs, str(tmp_path))):
         for stage, found in enumerate(by_stage):
             first, second, third = found["steps"]
             assert first == second == third, "an evaluation and a save belong to no step"
             axis = "dp_replicate" if stage == 0 else "dp_shard"
-            assert set(first) == {axis, "world"}
-            assert first["world"] == pytest.approx(agreement, abs=1)
+            assert set(first) == {axis, "control"}
+            assert first["control"] == pytest.approx(agreement, abs=1)
             padding = 0 if stage in (0, 3) else 0.002  # the last bytes of every bucket
             expected = closed_form(stage, world)
             assert expected - 16 <= first[axis] <= expected * (1 + padding) + 16

@@ -64,7 +64,7 @@ def test_a_group_of_one_sends_nothing():
 def agree() -> tuple[dict[str, float], set[int], tuple[int, int] | None, tuple[int, int] | None]:
     agreement = Agreement(ShardGroup(dist.group.WORLD, "world", Ledger()), torch.device("cpu"))
     rank = dist.get_rank()
-    sums = agreement.sum({"a": rank + 1.0, "b": torch.tensor(0.5), "c": True})
+    sums = agreement.sum({"a": rank + 1.0, "b": torch.tensor(0.5), "c": True}, "a test")
     common = agreement.common([0, 2] if rank else [2, 3], 4)
     lowest = agreement.lowest((rank, 7) if rank else None)
     return sums, common, lowest, agreement.lowest(None)

@@ -267,7 +267,8 @@ def test_an_error_counts_and_sorts(write: Write) -> None:
     assert isinstance(caught.value, EngineError)
     assert str(caught.value).splitlines() == [
         f"3 problems in {path}:",
-        f"  {path}:2:10: zero_optimization.stage: 4 is not allowed here (allowed: an integer from 0 to 3)",
+        f"  {path}:2:10: zero_optimization.stage: 4 is not allowed here (allowed: an integer from 0 to 3)"
+        "; leave the key out for the default, 0",
         f"  {path}:3:1: zero_optimization.stagee: unknown key; did you mean zero_optimization.stage?",
         f'  {path}:3:23: fp16: true is not allowed here (allowed: an object); write {{"enabled": true}}',
     ]

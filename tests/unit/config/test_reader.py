@@ -106,7 +106,7 @@ def test_all_problems_of_a_file_come_out_at_once(write: Write) -> None:
     assert [(problem.line, problem.code) for problem in problems_of(write(text))] == [
         (2, "python"),
         (3, "placeholder"),
-        (4, "unknown_key"),
+        (4, "unknown-key"),
         (5, "value"),
     ]
 

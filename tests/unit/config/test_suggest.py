@@ -58,7 +58,7 @@ def test_one_letter_typos_are_caught_and_the_right_key_is_suggested(capsys: pyte
             if wrong in model.model_fields or not wrong or is_comment(wrong) or model.model_config["extra"] == "allow":
                 continue
             found = examine(nest((*path[:-1], wrong), {} if section_of(model.model_fields[key].annotation) else 1))
-            problems = [problem for problem in found.problems if problem.code == "unknown_key"]
+            problems = [problem for problem in found.problems if problem.code == "unknown-key"]
             noted = [note for note in found.notes if note.path == join_path((*path[:-1], wrong))]
             tried += 1
             caught += bool(problems or noted)
