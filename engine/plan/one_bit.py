@@ -119,7 +119,7 @@ def resolve_one_bit(
             allowed="0",
             repair="set zero_optimization.stage to 0, or use AdamW or Lamb",
         )
-    for key in (SWITCH[name], *(ROUND_KEYS if name == "ZeroOneAdam" else ())):
+    for key in ROUND_KEYS if name == "ZeroOneAdam" else (SWITCH[name],):
         if params[key] < 1:
             why = "a variance that has seen no gradient cannot be frozen" if "freeze" in key else "it counts steps"
             findings.problem(f"{PARAMS}.{key}", f"{params[key]} is too small: {why}", found=params[key], allowed=">= 1")

@@ -16,6 +16,12 @@ from tests.parity.toy import part
 
 GLOBAL_BATCH = 12
 LR, BETAS = 1e-2, (0.9, 0.99)
+KINDS: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": 4},
+    "ZeroOneAdam": {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2},
+    "OneBitLamb": {"freeze_step": 4, "coeff_beta": 0.5},
+}
+"""Each switches after step 4."""
 
 
 def config_of(kind: str, params: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -38,6 +44,11 @@ def start(
         if frozen and name.startswith(frozen):
             parameter.requires_grad_(False)
     return engine.initialize(model=model, config=config)[0]
+
+
+def inner_of(model_engine: engine.Engine) -> Any:
+    assert model_engine.optimizer is not None
+    return model_engine.optimizer.inner[0]
 
 
 def window(model_engine: engine.Engine, step: int) -> None:

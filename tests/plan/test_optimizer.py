@@ -124,7 +124,7 @@ def test_torchs_own_defaults_where_deepspeed_has_none(make_plan: MakePlan) -> No
     assert (sgd.params["lr"], sgd.params["momentum"], sgd.params["nesterov"]) == (0.1, 0.9, False)
 
 
-@pytest.mark.parametrize("name", ["ZeroOneAdam", "onebitlamb", "MuSGD"])
+@pytest.mark.parametrize("name", ["MuAdam", "muadamw", "MuSGD"])
 def test_what_deepspeed_has_and_this_engine_lacks(problems_of: ProblemsOf, name: str) -> None:
     (problem,) = problems_of(section(name))
     assert (problem.path, problem.code) == ("optimizer.type", "not-built")

@@ -184,7 +184,7 @@ def test_verdicts(settings: dict[str, Any], kind: str, exit_code: int) -> None:
 
 
 def test_a_verdict_names_what_is_lacking() -> None:
-    settings = {**BATCH, "optimizer": {"type": "OneBitLamb", "params": {}}, "seed": "auto"}
+    settings = {**BATCH, "optimizer": {"type": "MuSGD", "params": {}}, "seed": "auto"}
     judged = verdict(load_config(settings))
     assert judged.kind == "not-built"
     assert judged.not_built == ("optimizer.type",)

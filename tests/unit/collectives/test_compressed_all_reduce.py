@@ -14,6 +14,7 @@ from engine.collectives.compressed_all_reduce import CompressedAllReduce
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.collectives.sign_bits import pack, subtract_signs, unpack
+from tests.bench import packing
 from tests.unit.collectives.compressed_oracle import SlowAllReduce, sign
 
 GOLDEN = [
@@ -255,3 +256,7 @@ def test_the_error_of_one_call():
     assert l1.compress(y, 0)[1].square().sum() / y.square().sum() == pytest.approx(0.363, abs=3e-3)
     assert SlowAllReduce(1, 1000).compress(one_hot, 0)[1].norm() == pytest.approx(1.39, abs=0.01)
     assert SlowAllReduce(1, 1000, l1=True).compress(one_hot, 0)[1].norm() < 1.0
+
+
+def test_every_way_of_the_packing_bench_gives_the_same():
+    assert len(packing.measure(packing.CACHED * 2)) == len(packing.PACK) + len(packing.UNPACK)
