@@ -74,6 +74,8 @@ class StepReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
     """What the optimizer adds for the monitors, by name (``Train/compression_stage``)."""
+    nonfinite_kind: str | None = None
+    """"inf" or "NaN" for a skipped step: what the squared norm was."""
     first_nonfinite: tuple[int, str] | None = None
     """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
 
@@ -187,7 +189,13 @@ class Reduction(Protocol):
         ``exact``: no intermediate overflow in fp32, at the price of a pass in float64."""
 
     def first_nonfinite(self) -> int | None:
-        """Registry index of the first parameter whose local gradient is not finite."""
+        """Registry index of the first parameter whose local gradient is not finite, after the reduction."""
+
+    def inspect(self, next_window: bool) -> None:
+        """Whether to look into every gradient of the next window as it arrives, before others are added to it."""
+
+    def first_nonfinite_arrival(self) -> int | None:
+        """Of those that `inspect` had looked at: this rank's own."""
 
     def untouched(self) -> list[int]:
         """Registry indices of parameters that got no gradient on this rank in this window."""

@@ -157,6 +157,7 @@ class Engine(Surface, LocalState):
         else:
             culprit = self._find_nonfinite()
         roles.precision.update(not applied)
+        roles.reduction.inspect(next_window=not applied)
         roles.reduction.zero_gradients()
         self.global_steps += 1
         num_micro_batches = window.num_micro_steps if self.plan.batch.managed else window.num_forwards
@@ -178,7 +179,7 @@ class Engine(Surface, LocalState):
         if not agreed["scales"]:
             raise EngineError(f"{where}: step() without a gradient on any rank; call engine.backward(loss) before it")
         if agreed["foreign_scales"]:
-            raise EngineError(foreign_scale_message(where, self.roles.precision.scale, self.roles.reduction.scales()))
+            raise EngineError(foreign_scale_message(where, self.roles.precision.scale, bool(agreed["plain"])))
         managed = self._accumulation_steps > 1 and self.plan.batch.managed
         if agreed["plain"] and managed and not self._noted_plain_backward:
             self._noted_plain_backward = True
@@ -232,6 +233,7 @@ class Engine(Surface, LocalState):
             bytes_by_axis=self.ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
             scalars=self._require_optimizer().scalars(),
+            nonfinite_kind=None if applied else "NaN" if math.isnan(agreed["sum_of_squares"]) else "inf",
             first_nonfinite=culprit,
         )
         self.last_report = report
@@ -350,12 +352,14 @@ class Engine(Surface, LocalState):
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
 
     def _find_nonfinite(self) -> tuple[int, str] | None:
-        """The lowest rank whose own loss was not finite, for reduced gradients are no more its own; else the lowest
-        that holds such a gradient."""
-        index = self.roles.reduction.first_nonfinite()
-        held = None if index is None else (self.mesh.rank, index)
+        """The lowest rank whose own gradient was seen not to be finite; else, for reduced gradients are nobody's own
+        any more, whose loss was not; else the lowest that holds such a gradient."""
+        reduction, rank = self.roles.reduction, self.mesh.rank
+        arrived, index = reduction.first_nonfinite_arrival(), reduction.first_nonfinite()
         began_here = not math.isfinite(float(self._window.loss))
-        found = self._agreement.lowest(held if began_here else None) or self._agreement.lowest(held)
+        found = None
+        for candidate in (arrived, index if began_here else None, index):
+            found = found or self._agreement.lowest(None if candidate is None else (rank, candidate))
         return None if found is None else (found[0], self.parameter_registry.infos[found[1]].name)
 
     def _require_optimizer(self) -> EngineOptimizer:

@@ -14,13 +14,13 @@ from torch import nn
 
 from engine.build import build
 from engine.collectives.stall import watch
-from engine.config import Config, ConfigError, EngineError, Problem, load_config
+from engine.config import Config, ConfigError, EngineError, Problem, examine
 from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
 from engine.optim.optimizer import EngineOptimizer
-from engine.plan import World, plan
+from engine.plan import World, plan, usable
 
 log = logging.getLogger("engine")
 
@@ -66,10 +66,13 @@ def initialize(
     if mpu is not None:
         raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()
-    loaded = load_config(_config_source(args, config, config_params), auto=auto)
+    found = examine(_config_source(args, config, config_params), auto=auto)
+    loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
     resolved = plan(loaded, world)
+    if environment.rank == 0:
+        _note_overridden(loaded, optimizer=optimizer, lr_scheduler=lr_scheduler)
     owns_group = False
     if environment.world_size > 1 and not dist.is_initialized():
         if dist_init_required is False:
@@ -139,6 +142,13 @@ def _config_source(
             [Problem("config", message, "source", found=list(present), allowed=", ".join(given), repair=repair)]
         )
     return next(iter(present.values()))
+
+
+def _note_overridden(config: Config, **clients: Any) -> None:
+    """What the script brings along wins over what the config names; neither is dropped in silence."""
+    for argument, section in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
+        if clients[argument] is not None and getattr(config, section) is not None:
+            log.warning("%s= was passed, so the section %s of the config has no effect", argument, section)
 
 
 def _environment() -> RankEnvironment:

@@ -68,3 +68,27 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     """
     get = getattr(group, "get_group_store", None)
     return get() if get is not None else dist.distributed_c10d._get_default_store()
+
+
+_veto: list[Callable[[list[Tensor]], bool]] = []
+
+
+def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
+    """Let ``is_vetoed(gradients)`` see what `torch.nn.utils.clip_grad_norm_` is about to clip; where it says so, the
+    norm is taken for 0, which clips nothing.
+
+    A hook into a private helper, as torch offers none: scripts hold ``clip_grad_norm_`` itself under names of their
+    own, and what it looks up at each call is this. Goes when parameters can refuse to be clipped.
+    """
+    module = torch.nn.utils.clip_grad
+    if not _veto:
+        take_norm = module._get_total_norm
+
+        def take_norm_or_zero(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+            gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            norm = take_norm(gradients, *args, **kwargs)
+            return torch.zeros_like(norm) if any(veto(gradients) for veto in _veto) else norm
+
+        module._get_total_norm = take_norm_or_zero
+    if is_vetoed not in _veto:
+        _veto.append(is_vetoed)

@@ -43,17 +43,16 @@ def refuse_unfrozen(where: str, registry: ParameterRegistry, model: nn.Module) -
     )
 
 
-def foreign_scale_message(where: str, scale: float, found: set[float | None]) -> str:
-    """Gradients whose backward did not multiply the loss by this engine's ``scale``."""
-    if None in found or not found:
+def foreign_scale_message(where: str, scale: float, is_plain: bool) -> str:
+    """Gradients whose backward did not multiply the loss by this engine's ``scale``, on some rank."""
+    if is_plain:
         return (
             f"{where}: gradients came from loss.backward(), without the loss scale {scale:g}; the scale is applied in "
             "backward(), so call model_engine.backward(loss) instead for every loss of a step, or train in bf16"
         )
-    others = ", ".join(f"{other:g}" for other in found if other is not None and other != scale)
     return (
-        f"{where}: gradients came from the backward of another engine, with its loss scale {others} instead "
-        f"of {scale:g}; give engines that share a loss one static fp16.loss_scale, or train them in bf16"
+        f"{where}: gradients came from the backward of another engine, with another loss scale than {scale:g}; give "
+        "engines that share a loss one static fp16.loss_scale, or train them in bf16"
     )
 
 

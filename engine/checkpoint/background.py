@@ -31,6 +31,10 @@ class BackgroundWriter:
         self.wait()
         self._pending = self._thread.submit(self._complete, save)
 
+    @property
+    def is_writing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> CheckpointError | None:
         """Wait for the save under way, if there is one. Returns what it failed with, the same on all ranks."""
         if self._pending is None:

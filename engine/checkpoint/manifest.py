@@ -56,7 +56,8 @@ class Manifest:
     """A checkpoint's contents. ``path`` is the folder that it was read from (empty while it is being written).
 
     ``aliases`` maps a tied parameter's other names to the name it is stored under. ``config`` and ``counters`` are
-    rank 0's, decoded when read. ``metric``: the validation loss at the save, where there was one. ``versions``: of the engine, torch and Python that wrote it.
+    rank 0's, decoded when read. ``metric``: the validation loss at the save, where there was one. ``versions``: of the
+    engine, torch and Python that wrote it.
     """
 
     tag: str

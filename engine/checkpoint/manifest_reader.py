@@ -220,8 +220,7 @@ class _Reader:
         if len(self.sequence(fields.get("pieces"), f"{where}.pieces")) > _MAX_PIECES:
             raise self.fail(f"the number of {where}.pieces", len(fields["pieces"]), f"at most {_MAX_PIECES}")
         pieces = tuple(
-            self.piece(f"{where}.pieces[{i}]", piece, shape, files)
-            for i, piece in enumerate(fields["pieces"])
+            self.piece(f"{where}.pieces[{i}]", piece, shape, files) for i, piece in enumerate(fields["pieces"])
         )
         fault = partition_fault(shape, [piece.box for piece in pieces])
         if fault is not None:

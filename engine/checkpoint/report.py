@@ -10,7 +10,6 @@ from engine.checkpoint.loading import LoadedTensors
 from engine.checkpoint.manifest import CLIENT_STATE, Manifest
 from engine.contracts import SavedLayout
 
-
 WORDS = {
     "optimizer_groups": "the optimizer's state",
     "lr_scheduler": "the learning-rate schedule",

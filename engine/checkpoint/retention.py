@@ -65,7 +65,9 @@ def prune(directory: str | os.PathLike[str], retention: Retention, *, keep: Coll
     if retention.keep_every is not None:
         kept |= {tag for tag, steps in steps_of_tag.items() if steps % retention.keep_every == 0}
     if retention.keep_best is not None:
-        kept |= {*sorted(metric_of_tag, key=lambda tag: (metric_of_tag[tag], -steps_of_tag[tag]))[: retention.keep_best]}
+        kept |= {
+            *sorted(metric_of_tag, key=lambda tag: (metric_of_tag[tag], -steps_of_tag[tag]))[: retention.keep_best]
+        }
     deleted = [tag for tag in by_age if tag not in kept]
     for tag in deleted:
         aside = folder.work_path(directory, tag, "pruned")

@@ -54,7 +54,9 @@ class RollCall:
     def _absent(self, what: str, came: list[int], others: tuple[str, ...]) -> str:
         assert self._store is not None
         absent = [rank for rank in range(self._world_size) if rank not in came]
-        elsewhere = [f"{o}() by rank {rank}" for o in others for rank in absent if self._store.check([self._key(o, rank)])]
+        elsewhere = [
+            f"{o}() by rank {rank}" for o in others for rank in absent if self._store.check([self._key(o, rank)])
+        ]
         instead = f" ({', '.join(elsewhere)} instead)" if elsewhere else ""
         return (
             f"{what}() was called by {_ranks(came)} and not by {_ranks(absent)}{instead} within "

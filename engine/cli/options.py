@@ -52,11 +52,14 @@ def terminal_columns() -> int:
     return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
-def read_config(path: str, overrides: list[str], lenient: bool) -> Config:
-    """Raises ConfigError with everything that is wrong."""
-    from engine.config import load_config
+def read_config(path: str, overrides: list[str], lenient: bool, size: int | None = None) -> Config:
+    """Raises ConfigError with everything that is wrong; what the plan finds for ``size`` ranks, or as many as fit, is
+    told along."""
+    from engine.config import examine
+    from engine.plan import usable
 
-    return load_config(path, overrides=overrides, lenient=lenient)
+    found = examine(path, overrides=overrides, lenient=lenient)
+    return usable(found, size)
 
 
 def real_world(config: Config, environment: RankEnvironment, nproc: int | None) -> World:

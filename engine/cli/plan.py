@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
 
     from engine.plan import imagined_world, plan, render_plan, render_values
 
-    config = read_config(path, arguments.overrides, arguments.lenient)
+    config = read_config(path, arguments.overrides, arguments.lenient, arguments.world)
     resolved = plan(config, imagined_world(config, arguments.world, "--world"))
     print(render_values(resolved) if arguments.values else render_plan(resolved, terminal_columns()))
     return 0

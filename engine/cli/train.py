@@ -47,7 +47,8 @@ def run(argv: Sequence[str]) -> int:
     """Returns the exit code; raises EngineError for the user's mistakes and RunFailed when training cannot go on."""
     arguments = _parse(argv)
     environment = RankEnvironment.read()
-    config = read_config(arguments.config, arguments.overrides, arguments.lenient)
+    size = arguments.nproc or (environment.world_size if environment.launcher != "single" else None)
+    config = read_config(arguments.config, arguments.overrides, arguments.lenient, size)
     from engine.plan import imagined_world, plan
 
     if arguments.dry_run:

@@ -8,7 +8,8 @@ from engine.config.messages import ConfigError, EngineError, Note, Problem
 
 if TYPE_CHECKING:
     from engine.config.config import Config
-    from engine.config.load import Examination, examine, load_config
+    from engine.config.examination import Examination
+    from engine.config.load import examine, load_config
 
 __all__ = ["Config", "ConfigError", "EngineError", "Examination", "Note", "Problem", "examine", "load_config"]
 
@@ -18,7 +19,11 @@ def __getattr__(name: str) -> Any:
         from engine.config.config import Config
 
         return Config
-    if name in ("Examination", "examine", "load_config"):
+    if name == "Examination":
+        from engine.config.examination import Examination
+
+        return Examination
+    if name in ("examine", "load_config"):
         from engine.config import load
 
         return getattr(load, name)

@@ -6,11 +6,14 @@ by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from engine.config.sections.compression import TechniqueSection
 
 if TYPE_CHECKING:
     from engine.config.config import Config
+    from engine.config.sections.zero import ZeroSection
 
 
 def _on(section: Any) -> bool:
@@ -25,16 +28,20 @@ def _offloads(section: Any) -> bool:
     return section is not None and section.device != "none"
 
 
+def _at_stage_3(is_on: Callable[[ZeroSection], bool]) -> Callable[[Config], bool]:
+    """Below stage 3 the setting means nothing, which the plan says."""
+
+    def switched_on(config: Config) -> bool:
+        zero = config.zero_optimization
+        may_be_3 = zero.stage == 3 or "zero_optimization.stage" in config.autos
+        return may_be_3 and is_on(zero)
+
+    return switched_on
+
+
 def _technique(settings: Any) -> bool:
-    """Whether a compression technique is switched on, wherever its settings say so."""
-    if not isinstance(settings, Mapping):
-        return False
-    shared = settings.get("shared_parameters")
-    return settings.get("enabled") is True or (isinstance(shared, Mapping) and shared.get("enabled") is True)
-
-
-def _free_on(settings: Any) -> bool:
-    return isinstance(settings, Mapping) and settings.get("enabled") is True
+    """Whether a compression technique is switched on."""
+    return _on(settings.shared_parameters if isinstance(settings, TechniqueSection) else settings)
 
 
 def _sampling(config: Config) -> Any:
@@ -62,13 +69,13 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "bf16.bf16_master_weights_and_grads": lambda config: config.bf16.bf16_master_weights_and_grads,
     "bf16.bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
     "zero_optimization.offload_optimizer.device": lambda config: _offloads(config.zero_optimization.offload_optimizer),
-    "zero_optimization.offload_param.device": lambda config: _offloads(config.zero_optimization.offload_param),
+    "zero_optimization.offload_param.device": _at_stage_3(lambda zero: _offloads(zero.offload_param)),
     "zero_optimization.zenflow": lambda config: config.zero_optimization.zenflow is not None,
-    "zero_optimization.zero_quantized_weights": lambda config: config.zero_optimization.zero_quantized_weights,
-    "zero_optimization.zero_quantized_nontrainable_weights": (
-        lambda config: config.zero_optimization.zero_quantized_nontrainable_weights
+    "zero_optimization.zero_quantized_weights": _at_stage_3(lambda zero: zero.zero_quantized_weights),
+    "zero_optimization.zero_quantized_nontrainable_weights": _at_stage_3(
+        lambda zero: zero.zero_quantized_nontrainable_weights
     ),
-    "zero_optimization.zero_quantized_gradients": lambda config: config.zero_optimization.zero_quantized_gradients,
+    "zero_optimization.zero_quantized_gradients": _at_stage_3(lambda zero: zero.zero_quantized_gradients),
     "activation_checkpointing": _checkpointing_on,
     "pipeline.stages": lambda config: config.pipeline is not None and config.pipeline.stages not in ("auto", 0, 1),
     "pipeline.activation_checkpoint_interval": (
@@ -102,6 +109,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "flops_profiler.enabled": lambda config: config.flops_profiler.enabled,
     "comms_logger.enabled": lambda config: _on(config.comms_logger),
     "checkpoint.writer": lambda config: config.checkpoint.writer is not None,
-    "autotuning.enabled": lambda config: _free_on(config.autotuning),
-    "hybrid_engine.enabled": lambda config: _free_on(config.hybrid_engine),
+    "autotuning.enabled": lambda config: _on(config.autotuning),
+    "hybrid_engine.enabled": lambda config: _on(config.hybrid_engine),
 }

@@ -103,6 +103,10 @@ def _repair(value: Any, info: FieldInfo | None) -> str:
         kinds_meant = () if short is None else (*members(short.annotation), *map(type, choices(short.annotation)))
         fits = type(value) in kinds_meant
         return f'write {{"{section.shorthand}": {show(value)}}}' if fits else "write an object, or leave the key out"
+    if isinstance(value, dict) and str in kinds and len(value) == 1:
+        (inner,) = value.values()
+        if isinstance(inner, str):
+            return f"write {show(inner)}"
     if value is None:
         return "leave the key out for the default" + _default(info)
     if isinstance(value, str) and value.isupper() and len(value) > 2 and value.replace("_", "").isalnum():
@@ -128,7 +132,7 @@ def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
         for fault in section.faults():
             parts: Path = (*path, *fault.key.split("."))
             written = join_path(places.written(parts))
-            if any(_covers(name, written) or _covers(name, join_path(parts)) for name in unclear):
+            if any(_is_unclear((*path, *key.split(".")), places, unclear) for key in (fault.key, *fault.depends)):
                 continue
             file, line, column = places.of_value(parts)
             found = _value_at(section, fault.key)
@@ -141,6 +145,11 @@ def faults(config: Config, places: Places, unclear: set[str]) -> list[Problem]:
                 Problem(written, fault.message, code, file, line, column, found, fault.allowed, repair, options)
             )
     return problems
+
+
+def _is_unclear(path: Path, places: Places, unclear: set[str]) -> bool:
+    spellings = (join_path(places.written(path)), join_path(path))
+    return any(_covers(name, spelling) for name in unclear for spelling in spellings)
 
 
 def _value_at(section: Section, key: str) -> Any:

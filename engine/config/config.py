@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from engine.config.messages import Note
-from engine.config.places import Path, Places, parse_path, step
+from engine.config.places import Path, Places, join_path, parse_path, step
 from engine.config.sections.base import Section, nested
 from engine.config.sections.checkpoint import CheckpointSection
+from engine.config.sections.compression import CompressionTrainingSection
 from engine.config.sections.efficiency import (
     CurriculumLearningSection,
     DataEfficiencySection,
@@ -30,7 +31,6 @@ from engine.config.sections.optimizer import OptimizerSection, SchedulerSection
 from engine.config.sections.other import (
     ActivationCheckpointingSection,
     CompileSection,
-    CompressionTrainingSection,
     ElasticitySection,
     SparseAttentionSection,
 )
@@ -44,6 +44,13 @@ from engine.config.sections.precision import (
     TorchAutocastSection,
 )
 from engine.config.sections.run import DataSection, ModelSection, ParallelSection, TrainingSection
+from engine.config.sections.services import (
+    AutotuningSection,
+    EigenvalueSection,
+    HybridEngineSection,
+    NebulaSection,
+    WeightQuantizationSection,
+)
 from engine.config.sections.zero import AioSection, ZeroSection
 
 Origin = Literal["user", "default", "auto"]
@@ -149,12 +156,12 @@ class Config(Section):
     checkpoint: CheckpointSection = nested(CheckpointSection, "Checkpoints.")
 
     # DeepSpeed's own services and its inference side
-    nebula: dict[str, Any] | None = Field(None, description="Azure's checkpoint service.")
+    nebula: NebulaSection | None = Field(None, description="Azure's checkpoint service.")
     datastates_ckpt: Any = Field(None, description="The DataStates checkpoint service.")
-    autotuning: dict[str, Any] | None = Field(None, description="DeepSpeed's autotuner, which replaces the run.")
-    eigenvalue: dict[str, Any] | None = Field(None, description="DeepSpeed ignores it here as well.")
-    weight_quantization: dict[str, Any] | None = Field(None, description="Quantized inference.")
-    hybrid_engine: dict[str, Any] | None = Field(None, description="Generation inside training.")
+    autotuning: AutotuningSection | None = Field(None, description="DeepSpeed's autotuner, which replaces the run.")
+    eigenvalue: EigenvalueSection | None = Field(None, description="DeepSpeed ignores it here as well.")
+    weight_quantization: WeightQuantizationSection | None = Field(None, description="Quantized inference.")
+    hybrid_engine: HybridEngineSection | None = Field(None, description="Generation inside training.")
 
     # this engine's own
     model: ModelSection | None = Field(None, description="What to build.")
@@ -220,6 +227,11 @@ class Config(Section):
         """File, line and column (from 1) of the value at a JSON path, as far as there is such a place."""
         places = self._provenance.places
         return places.of_value(places.canonical(parse_path(path)))
+
+    def spelled(self, path: str) -> str:
+        """A path as the user spelled it: ``zero_optimization.stage3_max_live_parameters``, ``bfloat16.enabled``."""
+        places = self._provenance.places
+        return join_path(places.written(places.canonical(parse_path(path))))
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its effective value, JSON-able. Reading it again gives an equal config."""

@@ -55,6 +55,8 @@ class Translation:
     places: Places
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)
+    """Canonical paths that a wrong value would have gone to."""
 
     def note(self, path: Path, message: str) -> None:
         self.notes.append(Note(join_path(path), message, self.places.of_key(path)[1]))
@@ -159,6 +161,7 @@ def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
         value = translation.pop(old_path)
         switch = truth(value)
         if value is not None and switch is None:
+            translation.meant.add(join_path(new_path))
             translation.problem(
                 old_path,
                 f"is {show(value)}",
@@ -208,6 +211,36 @@ def _dynamic_loss_scale(translation: Translation) -> None:
         translation.note(path, '"dynamic" is Apex\'s word; read as 0')
 
 
+def _fp32_allreduce(translation: Translation) -> None:
+    old: Path = ("fp32_allreduce",)
+    new: Path = ("communication_data_type",)
+    if not translation.has(old):
+        return
+    value = translation.pop(old)
+    switch = truth(value)
+    if switch is None and value is not None:
+        translation.meant.add(join_path(new))
+        translation.problem(old, f"is {show(value)}", "type", found=value, allowed="true or false")
+    elif not switch:
+        translation.note(old, "was removed from DeepSpeed, and is off; ignored")
+    elif translation.get(new) not in (None, "fp32"):
+        message = f"is true, and {join_path(new)} is {show(translation.get(new))}"
+        translation.problem(old, message, "conflict", found=value, repair=f"delete {join_path(old)}")
+    else:
+        translation.put(new, "fp32", old)
+        translation.note(old, f'was removed from DeepSpeed; read as {join_path(new)} = "fp32"')
+
+
+def _null_output_path(section: str) -> Callable[[Translation], None]:
+    def rule(translation: Translation) -> None:
+        path: Path = (section, "output_path")
+        if translation.has(path) and translation.get(path) is None:
+            translation.pop(path)
+            translation.note(path, "null, as DeepSpeed documents it and refuses it; the default stands")
+
+    return rule
+
+
 def _infinite_print_interval(translation: Translation) -> None:
     value = translation.get(("steps_per_print",))
     if isinstance(value, float) and math.isinf(value):
@@ -222,4 +255,7 @@ _RULES: tuple[Callable[[Translation], None], ...] = (
     _offload_pin_memory,
     _dynamic_loss_scale,
     _infinite_print_interval,
+    _fp32_allreduce,
+    _null_output_path("tensorboard"),
+    _null_output_path("csv_monitor"),
 )

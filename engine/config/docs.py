@@ -129,6 +129,8 @@ def _spellings() -> Iterator[tuple[str, str]]:
         yield f"`{join_path(path)}`", why
     yield '`"8"`, `"5e8"`, `"true"`, `5e8`, `2.0`', "the number, truth value or integer that is meant"
     yield '`fp16.loss_scale: "dynamic"`', "0"
+    yield "`fp32_allreduce: true`", '`communication_data_type` "fp32"'
+    yield "`tensorboard.output_path: null`, `csv_monitor.output_path: null`", "the default"
     yield '`"CPU"`, `"float16"`, `"adamw"`', 'the canonical spelling: `"cpu"`, `"fp16"`, `"AdamW"`'
 
 

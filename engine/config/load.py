@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine.config.checks import faults, validate
 from engine.config.config import Config, Provenance
 from engine.config.dialect import Translation, translate, truth
+from engine.config.examination import Examination
 from engine.config.messages import ConfigError, Note, Problem, show
 from engine.config.places import Path, Places, join_path, parse_path
 from engine.config.plain import plain
@@ -21,21 +21,13 @@ from engine.config.walk import Walk
 
 _BEGINNINGS = frozenset('{["-0123456789tfn')
 
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+"""Without one of them there is no run."""
+
 READ_AS_INTEGERS = "numbers written with a point or an exponent are read as integers"
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Mapping[str, Any] | Sequence[str]
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What became of a source. ``config`` is there whenever it could be typed at all, with wrong values at their
-    defaults;
-    use it only to look for further problems when ``problems`` is not empty."""
-
-    config: Config | None
-    problems: tuple[Problem, ...]
-    notes: tuple[Note, ...]
 
 
 def load_config(
@@ -48,7 +40,8 @@ def load_config(
         overrides: ``["zero_optimization.stage=2"]`` (the value is JSON where it parses, else text) or a mapping from
         path to
             value. Sections are created.
-        auto: values for keys that say "auto", by path or as nested dicts; others are not touched.
+        auto: values for keys that say "auto", by path or as nested dicts; others are not touched, but for the batch
+            sizes where the source gives neither of the two.
         lenient: unknown keys become notes, as with ``"strict": false``.
 
     Raises:
@@ -79,13 +72,20 @@ def examine(
         shape = 'a mapping, such as {"optimizer.params.lr": 1e-4}'
         repair = "pass auto={...}"
         problems.append(Problem("", message, "source", found=show(auto), repair=repair, options=(shape,)))
-    walk = Walk(document.places, lenient or truth(strict) is False, _flatten(supply.value, document.places))
+    supplied = _flatten(supply.value, document.places)
+    if not tree.keys() & BATCH_SIZES and not document.broken & {(key,) for key in BATCH_SIZES}:
+        tree |= {key: "auto" for key in BATCH_SIZES if key in supplied}
+    walk = Walk(document.places, lenient or truth(strict) is False, supplied)
+    walk.is_template = any(problem.code == "placeholder" for problem in document.problems)
     typed = walk.section(copy.deepcopy(tree), Config, ())
     problems += walk.problems
     config, wrong = validate(typed, document.places)
     problems += wrong
-    unclear = {_key(problem.path) for problem in problems} | {join_path(path) for path in document.broken} | walk.autos
-    problems += faults(config, document.places, unclear)
+    wrong_paths = {_key(problem.path) for problem in problems if problem.path}
+    wrong_paths |= {join_path(path) for path in document.broken} | walk.meant | translation.meant
+    contradictions = faults(config, document.places, wrong_paths | walk.autos)
+    problems += contradictions
+    wrong_paths |= {_key(problem.path) for problem in contradictions}
     raw = _merge_back(tree, config, walk)
     notes = (*translation.notes, *walk.notes, *_integer_note(walk))
     provenance = Provenance(
@@ -97,7 +97,9 @@ def examine(
     )
     config._provenance = provenance
     provenance.notes = (*notes, *(_remark(config, path, message) for path, message in remarks(config)))
-    return Examination(config, _sorted(problems), provenance.notes)
+    places = document.places
+    unclear = (join_path(places.canonical(parse_path(path))) for path in wrong_paths)
+    return Examination(config, _sorted(problems), provenance.notes, frozenset(unclear) if problems else frozenset())
 
 
 def _remark(config: Config, path: str, message: str) -> Note:

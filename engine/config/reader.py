@@ -21,6 +21,8 @@ MAX_BYTES = 2 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 64
 MAX_PROBLEMS = 100
+MAX_VALUES = 20_000
+MAX_KEY_LENGTH = 200
 
 _SPACE = re.compile(r"(?:[ \t\r\n\f\v\u00a0\ufeff]++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 _STRING = {quote: re.compile(rf"{quote}((?:[^{quote}\\\n]++|\\.)*+){quote}") for quote in "\"'"}
@@ -30,6 +32,7 @@ _WORD = re.compile(r"[^\s,:\[\]{}\"'#/]+")
 _PLACEHOLDER = re.compile(
     r"\{\{\s*([^{}\n]*?)\s*\}\}|\$\{\s*([^{}\n]*?)\s*\}|<\s*([A-Za-z_][\w .-]*?)\s*>|%\((\w+)\)[sd]"
 )
+_CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+[a-z]{0,2})+")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON = {"True": True, "False": False, "None": None, "TRUE": True, "FALSE": False, "NULL": None, "Null": None}
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Inf", "-Inf", "+Infinity"}
@@ -71,6 +74,11 @@ def placeholder(text: str) -> str | None:
     return next(group for group in match.groups() if group is not None) or match[0]
 
 
+def looks_unfilled(text: str) -> bool:
+    """Whether a text is written as the placeholders of shell templates are: ``CL_CLUSTER_PATH``, ``MBSIZE_1st``."""
+    return _CAPITALS.fullmatch(text) is not None
+
+
 def read_text(text: str, file: str | None = None) -> Document:
     """Read JSON text. Never raises: what is wrong is in ``problems``."""
     document = Document(places=Places(file=file))
@@ -92,6 +100,7 @@ class _Reader:
         self.text = text
         self.document = document
         self.at = 0
+        self.num_values = 0
         self.starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def place(self, at: int) -> tuple[int, int]:
@@ -143,6 +152,11 @@ class _Reader:
         while (char := self.skip()) != "}":
             start = self.at
             key = self.key(char, path, opening)
+            if len(key) > MAX_KEY_LENGTH:
+                shown = show(key)
+                allowed = f"at most {MAX_KEY_LENGTH}"
+                self.problem(start, path, f"is a key of {len(key)} letters", "too_long", found=shown, allowed=allowed)
+                raise _Stop
             here = (*path, key)
             if self.skip() != ":":
                 self.problem(self.at, here, f"there is no colon after the key {show(key)}", repair='write "key": value')
@@ -205,9 +219,11 @@ class _Reader:
             name = "a second comma" if char == "," else show(char)
             self.problem(self.at, path, f"{name} stands where a key should be", repair='write "key": value')
             raise _Stop
-        self.problem(self.at, (*path, match[0]), "the key has no quotes", found=match[0], repair=f'write "{match[0]}"')
+        word = match[0]
+        shown = show(word)
+        self.problem(self.at, (*path, word[:60]), "the key has no quotes", found=shown, repair=f"write {shown}")
         self.at = match.end()
-        return match[0]
+        return word
 
     def separator(self, closing: str, path: Path, opening: int) -> None:
         before = self.at
@@ -239,6 +255,11 @@ class _Reader:
 
     def value(self, path: Path, depth: int) -> Any:
         char = self.skip()
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            message = f"the file holds more than {MAX_VALUES} values, which is no config"
+            self.problem(self.at, path, message, "too_long", repair="is this the right file?")
+            raise _Stop
         if match := _PLACEHOLDER.match(self.text, self.at):
             return self.unfilled(match[0], placeholder(match[0]) or match[0], path)
         if char == "{":
@@ -278,16 +299,19 @@ class _Reader:
             )
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
-            self.problem(start, path, f"{show(word)} is not a JSON number", found=word, allowed="such as 12, -0.5, 5e8")
+            self.problem(
+                start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8"
+            )
             return _UNREADABLE
         if word[0].isalpha() or word[0] in "_$@%<":
             self.at = start
             if word.lower() == word and word.isalpha():
                 self.at += len(word)
-                self.problem(start, path, f"the text {word} has no quotes", found=word, repair=f'write "{word}"')
+                shown = show(word)
+                self.problem(start, path, f"the text {shown} has no quotes", found=shown, repair=f"write {shown}")
                 return _UNREADABLE
-            return self.unfilled(word, word.strip("$@%<>"), path)
-        self.problem(start, path, f"{show(word)} is not a JSON value", found=word)
+            return self.unfilled(word, word.strip("$@%<>") or word, path)
+        self.problem(start, path, f"{show(word)} is not a JSON value", found=show(word))
         return _UNREADABLE
 
     def number(self, word: str, path: Path, start: int) -> Any:
@@ -314,9 +338,9 @@ class _Reader:
         self.problem(
             self.at,
             path,
-            f"the placeholder {name} has not been filled in",
+            f"the placeholder {name[:60]} has not been filled in",
             "placeholder",
-            found=text,
+            found=text[:60],
             repair="put a value in its place",
         )
         self.at += len(text)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.config.sections.base import Section
+
 if TYPE_CHECKING:
     from engine.config.config import Config
 
-_SERVICES = {
+SERVICES = {
     "nebula": "Azure's checkpoint service",
     "datastates_ckpt": "the DataStates checkpoint service (in DeepSpeed any value but false switches it on)",
     "autotuning": "DeepSpeed's autotuner",
@@ -19,6 +21,9 @@ _SERVICES = {
     "weight_quantization": "quantized inference",
     "hybrid_engine": "DeepSpeed's engine for generation inside training",
 }
+SPOKEN_FOR = frozenset({*SERVICES, "comms_logger", "data_efficiency", "data_sampling", "data_routing"})
+"""Sections whose switch is not read, or of which another note speaks."""
+
 _SWITCHES_INSIDE = "only the switches inside the section count, as in DeepSpeed"
 
 WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -59,27 +64,76 @@ Building a feature that reads one of these ends with deleting its line.
 
 def remarks(config: Config) -> Iterator[tuple[str, str]]:
     """Path and message of each note. Only what the user wrote is spoken of."""
-    for key, what in _SERVICES.items():
-        value = getattr(config, key)
-        if value not in (None, False) and not (isinstance(value, dict) and value.get("enabled") is True):
+    not_built = config.not_built
+    for key, what in SERVICES.items():
+        if getattr(config, key) not in (None, False) and f"{key}.enabled" not in not_built:
             yield key, f"{what}: means nothing for training here"
+    uses_disk = any(section is not None and section.device == "nvme" for section in _offloads(config))
     for path, (why, harmless) in WITHOUT_EFFECT.items():
-        if config.origin(path) == "user" and _value(config, path) not in harmless:
+        if path.startswith("aio.") and uses_disk:
+            continue
+        if _value(config, path) not in harmless and config.origin(path) == "user":
             yield path, f"has no effect here: {why}"
+    yield from _switches(config, config, "")
+    yield from _offload_devices(config)
+    yield from _readings(config)
+
+
+def _readings(config: Config) -> Iterator[tuple[str, str]]:
+    """Where DeepSpeed and this engine read the same section otherwise."""
     if config.comms_logger is not None and not config.comms_logger.enabled:
         yield "comms_logger", "off here, because enabled is not true (DeepSpeed logs as soon as the section exists)"
+    if config.fp16.auto_cast and not config.fp16.enabled and "fp16.enabled" not in config.autos:
+        message = "no effect: fp16 is off (DeepSpeed casts the inputs to fp16 all the same)"
+        yield "fp16.auto_cast", message
+    recompute = config.activation_checkpointing
+    if recompute is not None and recompute.contiguous_memory_optimization:
+        needs = [key for key in ("partition_activations", "number_checkpoints") if not getattr(recompute, key)]
+        if needs and not {f"activation_checkpointing.{key}" for key in needs} & config.autos:
+            path = "activation_checkpointing.contiguous_memory_optimization"
+            yield path, f"DeepSpeed's checkpointing.configure() refuses it without {' and '.join(needs)}"
+    curriculum = config.curriculum_learning
+    if curriculum is not None and curriculum.enabled and curriculum.schedule_config is not None:
+        step, low = curriculum.schedule_config.difficulty_step, curriculum.min_difficulty
+        if step and low and low % step and curriculum.schedule_type in ("fixed_linear", "fixed_root"):
+            yield (
+                "curriculum_learning.min_difficulty",
+                f"difficulties are multiples of difficulty_step {step}, so the first is {low - low % step}",
+            )
     if config.checkpoint.load_universal:
         yield "checkpoint.load_universal", "not needed: every checkpoint here loads at any world size"
-    offload = config.zero_optimization.offload_optimizer
-    if offload is not None and config.origin("zero_optimization.offload_optimizer.device") == "default":
-        yield "zero_optimization.offload_optimizer", 'device is not given, so it is "none": nothing is offloaded'
-    offload_param = config.zero_optimization.offload_param
-    if offload_param is not None and config.origin("zero_optimization.offload_param.device") == "default":
-        yield "zero_optimization.offload_param", 'device is not given, so it is "none": nothing is offloaded'
+
+
+def _offloads(config: Config) -> tuple[Any, Any]:
+    return config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+
+
+def _offload_devices(config: Config) -> Iterator[tuple[str, str]]:
+    for key, section in zip(("offload_optimizer", "offload_param"), _offloads(config), strict=True):
+        path = f"zero_optimization.{key}"
+        device = f"{path}.device"
+        if section is not None and config.origin(device) == "default" and device not in config.autos:
+            yield path, 'device is not given, so it is "none": nothing is offloaded'
+
+
+def _switches(config: Config, section: Section, above: str) -> Iterator[tuple[str, str]]:
+    """Sections that are written with settings and without their switch, which is off."""
+    for key in type(section).model_fields:
+        inner = getattr(section, key)
+        if not isinstance(inner, Section):
+            continue
+        path = above + key
+        switch = type(inner).model_fields.get("enabled")
+        is_off = switch is not None and switch.default is False and "enabled" not in inner.model_fields_set
+        if is_off and inner.model_fields_set and f"{path}.enabled" not in config.autos and key not in SPOKEN_FOR:
+            yield path, "off: enabled is not given"
+        yield from _switches(config, inner, path + ".")
 
 
 def _value(config: Config, path: str) -> Any:
     value: Any = config
     for key in path.split("."):
+        if value is None:
+            return None
         value = getattr(value, key)
     return value

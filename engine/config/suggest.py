@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -52,6 +53,25 @@ MEANT: dict[str, str] = {
     "tp_size": "tensor_parallel.autotp_size",
 }
 """What people call a thing elsewhere (a key, or a whole path) -> the path it has here."""
+
+ADVICE: dict[str, str] = {
+    "fp16_scale_tolerance": "delete it: it is a setting of fairseq",
+    "inference_batch_size": "delete it: only scripts of DeepSpeed-Chat read it, and not from here",
+    "flash_attention": "delete it: which attention is used is the model's affair",
+    "use_flash_attention": "delete it: which attention is used is the model's affair",
+    "pipeline.enabled": 'delete it: "stages" above 1 switches the pipeline on',
+    "pipeline.type": "delete it: the order of micro-batches is not a choice here",
+    "warmupcosinelr.warmup_min_lr": "use warmup_min_ratio, the share of the optimizer's lr to begin at",
+    "warmupcosinelr.warmup_max_lr": "delete it: this schedule rises to optimizer.params.lr",
+    "optimizer.enabled": "delete it: the section alone switches the optimizer on",
+    "scheduler.enabled": "delete it: the section alone switches the schedule on",
+    "zero_optimization.enabled": 'delete it: "stage" 0 switches ZeRO off',
+}
+"""What to do about keys that people write and that name nothing here (a key, a whole path, or
+the argument of a type)."""
+
+COMMON_WORDS = frozenset(["type", "enabled", "mode", "params", "device", "verbose", "dtype", "profile", "block"])
+"""Keys of many meanings: where else one exists says nothing about what was meant."""
 
 MAX_LENGTH = 64
 """Longer words are no misspelled keys."""
@@ -114,35 +134,61 @@ def nearest(word: str, candidates: Iterable[str], strictly: bool = False) -> str
     return matches[0] if matches else None
 
 
-def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> str:
-    """A clause that says what an unknown key was probably meant to be, '' when nothing suggests itself.
+@dataclass(frozen=True)
+class Suggestion:
+    """``repair``: a clause, '' when nothing suggests itself. ``targets``: the paths that it names."""
+
+    repair: str = ""
+    targets: tuple[str, ...] = ()
+
+
+def repair_for(path: Path, siblings: Iterable[str], value: Any = None) -> Suggestion:
+    """What an unknown key was probably meant to be.
 
     ``siblings`` are the keys that exist beside it. The nearest sibling comes first when it is one letter away, then
-    what
-    the key is known to mean, then the same key in another section, then near words in this section and elsewhere.
+    what the key is known to mean, then the same key in another section, then near words in this section and elsewhere.
     """
     key, section = str(path[-1]), path[:-1]
     siblings = list(siblings) + [str(old[-1]) for old in (*ALIASES, *MEANINGLESS) if old[:-1] == section]
-    near = nearest(key, siblings)
-    here = f"did you mean {join_path((*section, near))}?" if near else ""
+    near = nearest(key, siblings) or extended(key, siblings)
+    here = _did_you_mean(join_path((*section, near))) if near else Suggestion()
     if near and distance(key.lower(), near.lower()) <= (1 if len(key) < 8 else 2):
         return here
-    meant = MEANT.get(join_path(path).lower()) or MEANT.get(key.lower())
+    written = join_path(path).lower()
+    if written in ADVICE or key.lower() in ADVICE:
+        return Suggestion(ADVICE.get(written) or ADVICE[key.lower()])
+    meant = MEANT.get(written) or MEANT.get(key.lower())
     if meant and meant != join_path(path):
-        return f"did you mean {meant}?"
+        return _did_you_mean(meant)
     places = [place for place in known_paths().get(key, ()) if place != join_path(section)]
-    if 0 < len(places) <= 3:
+    if 0 < len(places) <= 3 and key not in COMMON_WORDS:
         named = " and ".join(f"in {place}" if place else "at the top level" for place in places)
-        return f"this key exists {named}: move it there"
-    if here:
+        targets = tuple(f"{place}.{key}" if place else key for place in places)
+        return Suggestion(f"this key exists {named}: move it there", targets)
+    if here.repair:
         return here
     if isinstance(value, dict) and value:
         inner = [set(known_paths().get(str(name), ())) for name in value]
         homes = sorted(set.intersection(*inner) - {join_path(path)})
         if homes:
-            return f"its keys belong in {homes[0]}" if homes[0] else f"put {', '.join(value)} at the top level"
+            targets = tuple(f"{homes[0]}.{name}" if homes[0] else str(name) for name in value)
+            text = f"its keys belong in {homes[0]}" if homes[0] else f"put {', '.join(value)} at the top level"
+            return Suggestion(text, targets)
     elsewhere = nearest(key, known_paths(), strictly=True)
     if places or elsewhere is None or len(elsewhere) < 7:
-        return ""
+        return Suggestion()
     options = known_paths()[elsewhere][:2]
-    return f"did you mean {' or '.join(f'{place}.{elsewhere}' if place else elsewhere for place in options)}?"
+    return _did_you_mean(*(f"{place}.{elsewhere}" if place else elsewhere for place in options))
+
+
+def _did_you_mean(*paths: str) -> Suggestion:
+    return Suggestion(f"did you mean {' or '.join(paths)}?", paths)
+
+
+def extended(word: str, candidates: Iterable[str]) -> str | None:
+    """The longest candidate that a word begins or ends with: ``tag_validation`` for ``tag_validation_mode``."""
+    return max((name for name in candidates if len(name) > 7 and _is_part(name, word)), key=len, default=None)
+
+
+def _is_part(name: str, word: str) -> bool:
+    return word.startswith(name + "_") or word.endswith("_" + name)

@@ -17,16 +17,19 @@ from engine.config.dialect import DTYPE_NAMES, truth
 from engine.config.fields import allowed, choices, members, section_of
 from engine.config.messages import Note, Problem, show
 from engine.config.places import Path, Places, join_path
-from engine.config.reader import placeholder
+from engine.config.reader import looks_unfilled, placeholder
 from engine.config.sections.arguments import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, TORCH_SCHEDULERS, argument_type
 from engine.config.sections.base import Section
 from engine.config.sections.optimizer import OptimizerSection, SchedulerSection
-from engine.config.suggest import MEANT, nearest, repair_for
+from engine.config.suggest import ADVICE, MEANT, extended, nearest, repair_for
 
 _PARAMS = {"params"}
 _REMOVED: Any = object()
 LARGEST = 2.0**63
 """Beyond it a float does not say which integer is meant."""
+ANSWERS = {"Muon": ", and DeepSpeed drops it without a word"}
+"""What DeepSpeed does with an argument that an optimizer does not have, where it is not a TypeError."""
+
 MAX_SUGGESTIONS = 30
 """Looking for the nearest key takes milliseconds; a file with more unknown keys than this is no config."""
 
@@ -48,6 +51,10 @@ class Walk:
     supplied: set[str] = field(default_factory=set)
     integers: list[tuple[Path, float]] = field(default_factory=list)
     num_unknown: int = 0
+    is_template: bool = False
+    """Other values of the source are placeholders: texts that look like one are as well."""
+    meant: set[str] = field(default_factory=set)
+    """Canonical paths that an unknown key may have meant."""
 
     def note(self, path: Path, message: str) -> None:
         self.notes.append(Note(join_path(self.places.written(path)), message, self.places.of_key(path)[1]))
@@ -80,9 +87,11 @@ class Walk:
 
     def unknown(self, path: Path, value: Any, model: type[BaseModel]) -> None:
         self.num_unknown += 1
-        repair = ""
+        repair = "correct its name or delete it"
         if self.num_unknown <= MAX_SUGGESTIONS:
-            repair = repair_for(self.places.written(path), model.model_fields, value)
+            suggestion = repair_for(self.places.written(path), model.model_fields, value)
+            repair = suggestion.repair or repair
+            self.meant |= set(suggestion.targets)
         argument = self.places.override(path)
         more = {"found": value, "options": tuple(model.model_fields)}
         if argument is not None:
@@ -196,12 +205,16 @@ class Walk:
 
     def unknown_param(self, path: Path, value: Any, names: tuple[str, ...], owner: Any) -> None:
         key = str(path[-1])
-        near = nearest(key, names)
         meant = MEANT.get(key.lower())
-        message = f"{owner} has no such argument"
+        near = nearest(key, names) or (extended(key, names) if meant is None else None)
+        message = f"{owner} has no such argument{ANSWERS.get(str(owner), ', and DeepSpeed ends in a TypeError')}"
         repair = f"did you mean {near}?" if near else f"did you mean {meant}?" if meant and key != "lr" else ""
+        repair = ADVICE.get(f"{owner}.{key}".lower(), repair)
         if key == "max_grad_norm":
             message, repair = "DeepSpeed refuses it", "use gradient_clipping, at the top level, and delete it here"
+            if ("gradient_clipping",) in self.places.keys:
+                repair = "delete it here: gradient_clipping, at the top level, is what counts"
+            self.meant.add("gradient_clipping")
         elif self.lenient:
             self.note(path, f"{message}; ignored")
             return
@@ -236,7 +249,10 @@ class Walk:
 
     def text(self, value: str, annotation: Any, path: Path, words: str) -> Any:
         kinds = members(annotation)
+        options = choices(annotation)
         name = placeholder(value)
+        if name is None and looks_unfilled(value) and (self.is_template or (options and value not in options)):
+            name = value
         if name is not None:
             self.problem(
                 path,
@@ -247,7 +263,6 @@ class Walk:
                 repair="put a value in its place",
             )
             return _REMOVED
-        options = choices(annotation)
         if options:
             return self.option(value, options, path)
         if str in kinds:

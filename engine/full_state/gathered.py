@@ -20,8 +20,8 @@ def gathered(parameters: Iterable[Tensor] | Tensor, modifier_rank: int | None = 
     """Inside, the modules hold whole parameters; the list given has them in the order of ``parameters``.
 
     With ``modifier_rank`` what that rank has changed is on all ranks afterwards: in masters, in what forward reads
-    and in what is saved. Without it changes are not kept at stage 3. All ranks enter and leave. A stage 3 parameter that
-    was taken from the model *before* the context stays a shard: take it from its module again, or from the list.
+    and in what is saved. Without it changes are not kept at stage 3. All ranks enter and leave. A stage 3 parameter
+    that was taken from the model *before* the context stays a shard: take it from its module again, or from the list.
     Parameters that belong to no engine are left as they are.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.contracts import EngineError
 from engine.full_state.access import FullState
+from engine.full_state.foreign_clipping import watch_clipping
 from engine.full_state.owners import engines
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class LocalState(FullState):
     def _share_state(self) -> None:
         """Let the optimizer, and interfaces that take parameter objects, find their way here."""
         engines.add(self)
+        watch_clipping()
         self._bind_optimizer()
 
     def local_parameter(self, name: str) -> Tensor:

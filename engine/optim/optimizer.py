@@ -182,9 +182,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         No parameter changes by a bit, no step is counted, no hook runs. One optimizer cannot tell an empty state from
         a fresh one: SGD with dampening, whose first step is not dampened; load all of its state after this.
         """
+        stand_in = None
         for optimizer, group, name, parameter in self._named():
             if (names is None or name in names) and not optimizer.state.get(parameter):
-                create_state(optimizer, group, parameter)
+                stand_in = create_state(optimizer, group, parameter, stand_in)
 
     def forget_state(self, names: Collection[str]) -> None:
         """Put the named parameters back to before their first step."""

@@ -16,20 +16,32 @@ _INITIAL_SCALARS = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
 
 
 @torch.no_grad()
-def create_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def create_state(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    last: torch.nn.Parameter | None = None,
+) -> torch.nn.Parameter | None:
     """Create ``optimizer.state[parameter]`` as it is before the parameter's first step; ``parameter`` is not touched.
 
     An optimizer may bring its own ``initialize_state(parameters)``. For the others a stand-in, zeros with a zero
     gradient, takes one step in the parameter's place: whatever the optimizer does to it (weight decay, momentum) stays
     zero, and what it made of the stand-in's state becomes the parameter's, its step counts set back. Memory: two
-    tensors of the parameter's size, for the time of the call.
+    tensors of the parameter's size. Returns the stand-in, to be passed as ``last`` of the next call: parameters of one
+    shape share it, or allocating and freeing so much would leave holes in the heap.
     """
     own = getattr(optimizer, "initialize_state", None)
     if callable(own):
         own([parameter])
-        return
-    stand_in = torch.nn.Parameter(torch.zeros_like(parameter), requires_grad=True)
-    stand_in.grad = torch.zeros_like(parameter)
+        return last
+    fits = last is not None and _kind(last) == _kind(parameter)
+    stand_in = last if fits else torch.nn.Parameter(torch.zeros_like(parameter), requires_grad=True)
+    assert stand_in is not None
+    if fits:
+        stand_in.zero_()
+    if not fits or stand_in.grad is None:
+        stand_in.grad = torch.zeros_like(parameter)
+    stand_in.grad.zero_()
     held = [entry["params"] for entry in optimizer.param_groups]
     try:
         for entry in optimizer.param_groups:
@@ -42,6 +54,11 @@ def create_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         state = optimizer.state.pop(stand_in, None)
     if state:
         optimizer.state[parameter] = {key: _before_first_step(key, value, group) for key, value in state.items()}
+    return stand_in
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _before_first_step(key: str, value: Any, group: dict[str, Any]) -> Any:

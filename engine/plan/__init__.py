@@ -8,6 +8,7 @@ from engine.plan.diff import Change, Difference, diff
 from engine.plan.estimates import MemoryEstimate, estimate_memory
 from engine.plan.explain import Explained, Explanation, explain
 from engine.plan.facts import ModelFacts
+from engine.plan.fitting import fitting_world
 from engine.plan.plan import (
     BatchPlan,
     Degrees,
@@ -23,7 +24,7 @@ from engine.plan.plan import (
 from engine.plan.render import render_plan, render_values
 from engine.plan.resolve import plan
 from engine.plan.traffic import TrafficEstimate, estimate_traffic
-from engine.plan.verdict import Verdict, validate, verdict
+from engine.plan.verdict import Verdict, usable, validate, verdict
 from engine.plan.world import imagined_world
 
 __all__ = [
@@ -49,10 +50,12 @@ __all__ = [
     "estimate_memory",
     "estimate_traffic",
     "explain",
+    "fitting_world",
     "imagined_world",
     "plan",
     "render_plan",
     "render_values",
+    "usable",
     "validate",
     "verdict",
 ]

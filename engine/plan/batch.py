@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+NO_BATCH = f"no batch size: neither {TOTAL} nor {MICRO} is given"
+ADD_BATCH = f'add "{MICRO}": 8, for example; the rest follows from it'
 
 
 def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Findings) -> BatchPlan | None:
@@ -72,13 +74,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
 def _report_missing(findings: Findings) -> None:
     if findings.is_auto(TOTAL) or findings.is_auto(MICRO):
         return  # listed with the other values that are needed
-    findings.problem(
-        TOTAL,
-        f"no batch size: neither {TOTAL} nor {MICRO} is given",
-        repair=f'add "{MICRO}": 8, for example; the rest follows from it',
-        code="missing-key",
-        options=("an integer >= 1",),
-    )
+    findings.needs_values.append(MICRO)
+    findings.note(MICRO, f"{NO_BATCH}; {ADD_BATCH}")
 
 
 def _report_mismatch(total: int, micro: int, accumulation: int, dp: int, ranks: str, findings: Findings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +17,12 @@ from engine.plan.keys import SWITCHES, Key, all_keys
 from engine.plan.plan import Origin, Plan, World
 from engine.plan.resolve import sketch
 from engine.plan.sentences import SAY_WHY, sentence
-from engine.plan.subjects import DEFAULTS_THAT_MATTER, subject_of
+from engine.plan.subjects import DEFAULTS_THAT_MATTER, OF_16_BITS, subject_of
 from engine.plan.verdict import Verdict, validate
 from engine.plan.world import imagined_world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from engine.config import Config
     from engine.plan.facts import ModelFacts
@@ -50,6 +51,8 @@ class Explanation:
     remark: str = ""
     because: str = ""
     """Why the value is what it is, where nobody wrote it: "neither bf16 nor fp16 is on"."""
+    surprises: bool = False
+    """Whether people should see it although nobody wrote it, because of what it defaults to here."""
 
     @property
     def is_written(self) -> bool:
@@ -60,7 +63,7 @@ class Explanation:
         """Whether a reader who did not write the key should still see it."""
         if self.status in ("conflict", "needs-value", "not-built") or self.is_written:
             return True
-        return self.status == "acts" and (self.origin == "derived" or self.key in DEFAULTS_THAT_MATTER)
+        return self.status == "acts" and (self.origin == "derived" or self.surprises)
 
     def to_json(self) -> dict[str, Any]:
         names = (
@@ -132,7 +135,7 @@ def explain(
         world = imagined_world(config, world, "--world")
     plan, findings = sketch(config, world, facts)
     judged = validate(source, world, overrides=overrides, auto=auto, lenient=lenient, facts=facts)
-    keys = tuple(_explained(config, plan, findings, judged, (*found.notes, *findings.notes)))
+    keys = tuple(_explained(config, plan, findings, judged, found.notes))
     return Explained(config.source, config, world, plan, judged, keys)
 
 
@@ -144,11 +147,8 @@ def _explained(
     problems: dict[str, Problem] = {}
     for problem in judged.problems:
         problems.setdefault(_canonical(config, problem.path), problem)
-    remarks: dict[str, list[str]] = {}
-    for note in notes:
-        if note.message.startswith(READ_AS_INTEGERS):
-            continue
-        remarks.setdefault(_canonical(config, note.path), []).append(note.message)
+    read, planned = _by_key(config, notes), _by_key(config, findings.notes)
+    in_fp32 = plan is not None and plan.precision.compute == "fp32"
     for key in _with_arguments_of_the_plan(config, findings):
         value, reason = key.value, ""
         origin: Origin = config.origin(key.path)
@@ -174,9 +174,19 @@ def _explained(
             status=status,
             meaning=meaning or key.description,
             reason=why,
-            remark=_remark(remarks.get(key.path, []), why),
+            remark=_remark(read[key.path] + ([] if status == "inert" else planned[key.path]), why),
+            surprises=key.path in DEFAULTS_THAT_MATTER and not (key.path in OF_16_BITS and in_fp32),
             because="" if key.path in SAY_WHY else reason,
         )
+
+
+def _by_key(config: Config, notes: Iterable[Note]) -> defaultdict[str, list[str]]:
+    """The notes by canonical path; the one that lists all numbers with a point is about no single key."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for note in notes:
+        if not note.message.startswith(READ_AS_INTEGERS):
+            found[_canonical(config, note.path)].append(note.message)
+    return found
 
 
 def _with_arguments_of_the_plan(config: Config, findings: Findings) -> Iterator[Key]:

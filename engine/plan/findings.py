@@ -23,6 +23,8 @@ class Findings:
         self.notes: list[Note] = []
         self.values: list[Resolved] = []
         self.needs_values: list[str] = []
+        self.reads: set[str] = set()
+        """Paths that were asked about since the last rule began (engine/plan/reads.py)."""
 
     def problem(
         self,
@@ -37,24 +39,27 @@ class Findings:
     ) -> None:
         """``code`` is one of `engine.config.messages.CODES`; the rest completes a `Problem`."""
         file, line, column = self._place(path)
+        path = self.config.spelled(path)
         self.problems.append(Problem(path, message, code, file, line, column, found, allowed, repair, options))
 
     def note(self, path: str, message: str) -> None:
-        self.notes.append(Note(path, message, self._place(path)[1]))
+        self.notes.append(Note(self.config.spelled(path), message, self._place(path)[1]))
 
     def resolved(self, path: str, value: T, reason: str = "", origin: Origin | None = None) -> T:
         self.values.append(Resolved(path, value, origin or self.origin(path), reason))
         return value
 
     def origin(self, path: str) -> Origin:
+        self.reads.add(path)
         return self.config.origin(path)
 
     def is_given(self, path: str) -> bool:
         """Whether the user wrote a value, or somebody supplied one for "auto"."""
-        return self.config.origin(path) != "default" and path not in self.config.autos
+        return self.origin(path) != "default" and path not in self.config.autos
 
     def is_auto(self, path: str) -> bool:
         """Whether the value is "auto" and nobody supplied one."""
+        self.reads.add(path)
         return path in self.config.autos
 
     def source(self, path: str) -> str:

@@ -40,6 +40,9 @@ STAGE_3_KEYS = (
     "sub_group_size",
     "mics_hierarchical_params_gather",
     "leaf_module",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
     "offload_param",
 )
 """Keys of ``zero_optimization`` that are about sharded parameters."""
@@ -75,6 +78,9 @@ INEFFECTIVE = (
     Ineffective(ZERO + "override_module_apply", "models are initialised before they are sharded", (True,)),
     Ineffective(ZERO + "log_trace_cache_warnings", "there is no trace of modules to go stale", (False,)),
     Ineffective(ZERO + "enable_sanity_checks", "there is no switch for internal checks", (False,)),
+    Ineffective(ZERO + "allgather_partitions", "parameters are always gathered; DeepSpeed does not read it", (True,)),
+    Ineffective(ZERO + "compute_grad_norm", "the norm is always computed and reported", (True,)),
+    Ineffective(ZERO + "parameter_alignment", "parameters lie in their buckets without padding", (False,)),
     Ineffective(ZERO + "save_muon_momentum_buffer_in_memory", "momentum is always in memory", (True,)),
     Ineffective("bf16.immediate_grad_update", "gradients accumulate as each one is ready", (True,)),
     Ineffective("fp16.auto_cast", "floating inputs are always cast to the compute dtype", (True,)),
@@ -85,6 +91,8 @@ INEFFECTIVE = (
 def note_ineffective(config: Config, findings: Findings) -> None:
     """One note per key that the user set and that changes nothing."""
     stage = config.zero_optimization.stage
+    if findings.is_auto(ZERO + "stage"):
+        stage = 3  # what may still act is not said to be without effect
     beyond_stage = _beyond(stage)
     for path in sorted(beyond_stage):
         if findings.is_given(path) and not _switched_off(config, path):

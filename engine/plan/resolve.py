@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from engine.config.messages import ConfigError, Problem
-from engine.plan.batch import resolve_batch
+from engine.plan.batch import ADD_BATCH, MICRO, NO_BATCH, resolve_batch
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
@@ -13,12 +14,15 @@ from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
 from engine.plan.plan import Plan, World
 from engine.plan.precision import resolve_precision
+from engine.plan.reads import Rules
 from engine.plan.rules import (
     check_autos,
+    check_combinations,
     check_device,
     check_local_ranks,
     check_not_built,
     note_facts,
+    note_profile_step,
     note_vocabulary,
     resolve_clipping,
 )
@@ -52,45 +56,62 @@ def plan(config: Config, world: World | None = None, facts: ModelFacts | None = 
 def all_problems(findings: Findings) -> list[Problem]:
     """The problems, with one more for all the values that are still "auto"."""
     problems = list(findings.problems)
-    if findings.needs_values:
-        first, *_ = sorted(findings.needs_values)
-        file, line, column = findings.config.locate(first)
-        message = f'needs a value here in place of "auto": {", ".join(findings.needs_values)}'
+    config = findings.config
+    autos = sorted(config.spelled(path) for path in findings.needs_values if path in config.autos)
+    if autos:
+        file, line, column = config.locate(autos[0])
+        message = f'needs a value here in place of "auto": {", ".join(autos)}'
         repair = "write a value, or pass it with --set PATH=VALUE or initialize(auto={...})"
         options = ("a value of its own",)
-        problems.append(Problem(first, message, NEEDS_VALUES, file, line, column, "auto", "", repair, options))
+        problems.append(Problem(autos[0], message, NEEDS_VALUES, file, line, column, "auto", "", repair, options))
+    if any(path not in config.autos for path in findings.needs_values):
+        options = ("an integer >= 1",)
+        problems.append(Problem(MICRO, NO_BATCH, NEEDS_VALUES, config.source, repair=ADD_BATCH, options=options))
     return problems
 
 
-def examine(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
-    """The plan, or None where a problem prevents one, and all that was found on the way."""
-    result, findings = sketch(config, world, facts)
-    return (None if findings.problems or findings.needs_values else result), findings
+def examine(
+    config: Config, world: World, facts: ModelFacts | None = None, unclear: Collection[str] = ()
+) -> tuple[Plan | None, Findings]:
+    """The plan, or None where a problem prevents one, and all that was found on the way; see `sketch`."""
+    result, findings = sketch(config, world, facts, unclear)
+    return (None if unclear or findings.problems or findings.needs_values else result), findings
 
 
-def sketch(config: Config, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, Findings]:
-    """The plan as far as it goes: None only without a batch. With problems it is for explanations, not for a run."""
+def sketch(
+    config: Config, world: World, facts: ModelFacts | None = None, unclear: Collection[str] = ()
+) -> tuple[Plan | None, Findings]:
+    """The plan as far as it goes: None only without a batch. With problems it is for explanations, not for a run.
+
+    ``unclear``: paths whose value in the config stands in for one that cannot be used; no problem is reported that
+    rests on them.
+    """
+    whole = config
     findings = Findings(config)
-    check_device(config, world, findings)
-    check_local_ranks(world, findings)
-    check_not_built(config, findings)
-    degrees = resolve_degrees(config, world, findings)
-    batch = resolve_batch(config, world, degrees, findings)
-    precision = resolve_precision(config, findings)
-    zero = resolve_zero(config, degrees, findings)
-    clipping = resolve_clipping(config, findings)
-    optimizer = resolve_optimizer(config, findings)
-    zero = resolve_one_bit(config, optimizer, degrees, zero, findings)
-    schedule = resolve_schedule(config, optimizer, findings)
-    check_autos(config, findings)
+    rules = Rules(config, findings, unclear)
+    config, run = rules.config, rules.run
+    run(check_device, config, world, findings)
+    run(check_local_ranks, world, findings)
+    run(check_not_built, config, findings)
+    degrees = run(resolve_degrees, config, world, findings)
+    batch = run(resolve_batch, config, world, degrees, findings)
+    precision = run(resolve_precision, config, findings)
+    zero = run(resolve_zero, config, degrees, findings)
+    clipping = run(resolve_clipping, config, findings)
+    optimizer = run(resolve_optimizer, config, findings)
+    zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
+    schedule = run(resolve_schedule, config, optimizer, findings)
+    run(check_combinations, config, findings)
+    run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
-    note_ineffective(config, findings)
-    note_vocabulary(config, findings)
-    note_facts(config, degrees, facts, findings)
+    run(note_ineffective, config, findings)
+    run(note_vocabulary, config, findings)
+    run(note_profile_step, config, findings)
+    run(note_facts, config, degrees, facts, findings)
     if batch is None:
         return None, findings
     result = Plan(
-        config=config,
+        config=whole,
         world=world,
         degrees=degrees,
         batch=batch,
@@ -101,7 +122,7 @@ def sketch(config: Config, world: World, facts: ModelFacts | None = None) -> tup
         schedule=schedule,
         seed=seed,
         values=tuple(findings.values),
-        notes=(*config.notes, *findings.notes),
+        notes=(*whole.notes, *findings.notes),
         facts=facts,
     )
     return result, findings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.config.auto import needs_values
+from engine.plan.batch import ACCUMULATION, MICRO, TOTAL
 from engine.plan.facts import ModelFacts
 from engine.plan.ineffective import value_at
 from engine.plan.plan import Degrees, World
@@ -66,6 +67,32 @@ def check_not_built(config: Config, findings: Findings) -> None:
         )
 
 
+def check_combinations(config: Config, findings: Findings) -> None:
+    """Features that exclude each other, in DeepSpeed as well."""
+    if config.amp.enabled:
+        others = {f"{name}.enabled": getattr(config, name).enabled for name in ("fp16", "bf16")}
+        others["zero_optimization.stage"] = config.zero_optimization.stage > 0
+        for path in (path for path, is_on in others.items() if is_on):
+            findings.problem(
+                "amp.enabled",
+                f"Apex AMP keeps its own copies of the parameters and goes with no other precision and with no ZeRO; "
+                f"{path} is on ({findings.source(path)})",
+                found=True,
+                allowed="false",
+                repair="switch off one of the two",
+            )
+    elasticity = config.elasticity
+    if elasticity is not None and elasticity.enabled and not elasticity.ignore_non_elastic_batch_info:
+        for path in (TOTAL, MICRO, ACCUMULATION):
+            if findings.is_given(path):
+                findings.problem(
+                    path,
+                    f"elasticity chooses the batch sizes ({findings.source('elasticity.enabled')})",
+                    found=getattr(config, path),
+                    repair="remove the key, or set elasticity.ignore_non_elastic_batch_info to true",
+                )
+
+
 def check_autos(config: Config, findings: Findings) -> None:
     """What still says "auto" and that neither the config's table (engine/config/auto.py) nor a rule resolves."""
     resolved = {value.path for value in findings.values if value.origin == "auto"}
@@ -76,6 +103,15 @@ def note_vocabulary(config: Config, findings: Findings) -> None:
     size = config.vocabulary_size
     if size is not None and size % 8:
         findings.note("vocabulary_size", f"{size} is not a multiple of 8, which slows matrix products on GPUs")
+
+
+def note_profile_step(config: Config, findings: Findings) -> None:
+    profiler, steps = config.flops_profiler, config.training.steps
+    if profiler.enabled and steps is not None and profiler.profile_step > steps:
+        findings.note(
+            "flops_profiler.profile_step",
+            f"step {profiler.profile_step} is never reached: training ends after {steps} steps",
+        )
 
 
 def note_facts(config: Config, degrees: Degrees, facts: ModelFacts | None, findings: Findings) -> None:

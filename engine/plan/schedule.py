@@ -50,6 +50,7 @@ def resolve_schedule(config: Config, optimizer: OptimizerPlan | None, findings: 
         _check_names(name, spec, section.params, findings)
     _fill_required(name, spec, params, config, findings)
     _check_steps(name, params, findings)
+    _note_readings(name, params, findings)
     _check_length(name, spec, params, config, findings)
     findings.resolved(PATH, name)
     told = {resolved.path for resolved in findings.values}
@@ -114,6 +115,21 @@ def _fill_required(name: str, spec: ScheduleSpec, params: dict[str, Any], config
                 code="missing-key",
                 options=("an integer >= 1" if key in spec.lengths else f"what torch's {name} takes",),
             )
+
+
+def _note_readings(name: str, params: Mapping[str, Any], findings: Findings) -> None:
+    """Where a schedule is not what its parameters seem to say, or not DeepSpeed's."""
+    if name == "OneCycle" and params.get("cycle_momentum", True) and params.get("compat") != "deepspeed":
+        findings.note(
+            f"{PARAMS}.cycle_momentum",
+            "the momentum begins at its maximum and the second beta is left alone; DeepSpeed begins at the minimum and "
+            'sets 0.99, as compat "deepspeed" does here',
+        )
+    path = f"{PARAMS}.warmup_num_steps"
+    if name in OURS and params.get("warmup_num_steps") == 1:
+        findings.note(path, "1 is read as 2, as in DeepSpeed: the formula of the warm-up needs two steps")
+    elif name in OURS and params.get("warmup_num_steps") == 0:
+        findings.note(path, "0 is no warm-up (DeepSpeed refuses it)")
 
 
 def _check_steps(name: str, params: Mapping[str, Any], findings: Findings) -> None:

@@ -49,7 +49,8 @@ def arithmetic(plan: Plan) -> str:
     noun = "sequence" if plan.config.model is not None else "sample"
     return (
         f"{plural(batch.micro_batch_size, noun)} x {_micro_batches(batch.accumulation_steps)} x "
-        f"{plural(plan.degrees.dp, 'rank')} = {plural(batch.global_batch_size, 'sample')}"
+        f"{plural(plan.degrees.dp, 'rank')} = {batch.global_batch_size:,} "
+        f"{'sample' if batch.global_batch_size == 1 else 'samples'}"
     )
 
 
@@ -157,10 +158,7 @@ def _buckets(plan: Plan, value: Any) -> str:
 
 
 def _groups(plan: Plan, value: Any) -> str:
-    return (
-        f"Consecutive blocks are gathered together until {plan.zero.group_elements:,} elements are; "
-        "the next group is fetched while one computes."
-    )
+    return f"Consecutive blocks are gathered together, in groups of at least {plan.zero.group_elements:,} elements."
 
 
 def _mics(plan: Plan, value: Any) -> str | None:
@@ -263,7 +261,12 @@ def _end_ratio(plan: Plan, value: Any) -> str | None:
     return f"The last learning rate is {value:g} x {rate:g} = {value * rate:g}."
 
 
-SAY_WHY = frozenset({"train_batch_size", "data_types.param_dtype", "gradient_clipping"})
+SAY_WHY = frozenset(
+    {
+        "train_batch_size", "gradient_accumulation_steps", "data_types.param_dtype", "gradient_clipping",
+        "zero_optimization.reduce_bucket_size",
+    }
+)  # fmt: skip
 """Keys whose sentence tells by itself why the value is what it is."""
 
 SENTENCES: dict[str, Sentence] = {

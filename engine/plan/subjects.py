@@ -92,6 +92,10 @@ DEFAULTS_THAT_MATTER = frozenset(
 """Keys that are explained even where nobody wrote them, because people are surprised by what they default to."""
 
 
+OF_16_BITS = frozenset({"data_types.grad_accum_dtype", "communication_data_type"})
+"""Those whose default is what anybody expects where a model computes in fp32."""
+
+
 def subject_of(path: str) -> str:
     """The subject of a key, "run" for a key that is in no table."""
     return ELSEWHERE.get(path) or TOP_LEVEL.get(path.partition(".")[0], "run")

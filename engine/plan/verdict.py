@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.config.aliases import ALIASES
-from engine.config.load import Overrides, Source
-from engine.config.load import examine as examine_source
+from engine.config.examination import Examination
 from engine.config.messages import ConfigError, Note, Problem
-from engine.config.places import parse_path
 from engine.plan.facts import ModelFacts
+from engine.plan.fitting import fitting_world
 from engine.plan.plan import World
 from engine.plan.resolve import NOT_BUILT, examine
 from engine.plan.world import imagined_world
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.config import Config
+    from engine.config.load import Overrides, Source
 
 VerdictKind = Literal["valid", "needs-values", "not-built", "invalid"]
 
@@ -72,21 +71,36 @@ class Verdict:
         return "\n".join(lines)
 
 
-def verdict(config: Config, world: World | None = None, facts: ModelFacts | None = None) -> Verdict:
-    """Judges ``config`` for ``world`` (one process by default) without raising."""
-    _, findings = examine(config, world or World(), facts)
-    problems = ConfigError(problem for problem in findings.problems if problem.code != NOT_BUILT).problems
-    not_built = tuple(problem.path for problem in findings.problems if problem.code == NOT_BUILT)
-    needs_values = tuple(findings.needs_values)
+def verdict(source: Config | Examination, world: World | None = None, facts: ModelFacts | None = None) -> Verdict:
+    """Judges a config for ``world`` without raising; None: the fewest ranks that its sizes fit.
+
+    An `Examination` with problems is judged as far as its values are clear, so that the problems of the config and
+    those of its plan are told together.
+    """
+    config, unclear = (source.config, source.unclear) if isinstance(source, Examination) else (source, frozenset())
+    known = source.problems if isinstance(source, Examination) else ()
+    if config is None:
+        assert isinstance(source, Examination)
+        return Verdict("invalid", known, notes=source.notes)
+    checked = world or fitting_world(config)
+    _, findings = examine(config, checked, facts, unclear)
+    found = [problem for problem in findings.problems if problem.code != NOT_BUILT]
+    problems = ConfigError([*known, *found]).problems
+    needs_values = tuple(config.spelled(path) for path in findings.needs_values)
     kind: VerdictKind = (
-        "invalid" if problems else "not-built" if not_built else "needs-values" if needs_values else "valid"
+        "invalid" if problems else "not-built" if config.not_built else "needs-values" if needs_values else "valid"
     )
-    return Verdict(kind, problems, needs_values, not_built, (*config.notes, *findings.notes))
+    notes = list(config.notes)
+    if world is None and checked.size > 1:
+        notes.append(Note("", f"checked for {checked.size} ranks, {checked.how}"))
+    if not known:
+        notes += findings.notes
+    return Verdict(kind, problems, needs_values, config.not_built, tuple(notes))
 
 
 def validate(
     source: Source,
-    world: World | int = 1,
+    world: World | int | None = None,
     *,
     overrides: Overrides = (),
     auto: Mapping[str, Any] | None = None,
@@ -98,39 +112,25 @@ def validate(
     Args:
         source: a JSON file, a dict or a `Config`, as for `engine.config.load_config`, as are ``overrides``, ``auto``
             and ``lenient``.
-        world: the ranks to judge it for, or how many.
+        world: the ranks to judge it for, or how many; None: the fewest that its sizes fit.
     """
-    found = examine_source(source, overrides=overrides, auto=auto, lenient=lenient)
-    if found.config is None:
-        return Verdict("invalid", found.problems, notes=found.notes)
+    from engine.config.load import examine as read
+
+    found = read(source, overrides=overrides, auto=auto, lenient=lenient)
     if isinstance(world, int):
-        world = imagined_world(found.config, world, "--world")
-    judged = verdict(found.config, world, facts)
-    if not found.problems:
-        return judged
-    further = [problem for problem in judged.problems if not _may_follow(problem, found.problems)]
-    problems = ConfigError([*found.problems, *further]).problems
-    return Verdict("invalid", problems, judged.needs_values, judged.not_built, found.notes)
+        world = None if found.config is None else imagined_world(found.config, world, "--world")
+    return verdict(found, world, facts)
 
 
-SUBJECTS = (
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
-    | {"pipeline", "tensor_parallel", "sequence_parallel_size", "parallel"},
-    {"fp16", "bf16", "torch_autocast", "data_types", "communication_data_type", "amp"},
-    {"optimizer", "scheduler", "training"},
-)
-"""Top-level keys that the rules look at together."""
+def usable(found: Examination, size: int | None = None) -> Config:
+    """The config that was read, for a plan to be made of it.
 
-
-def _may_follow(problem: Problem, causes: tuple[Problem, ...]) -> bool:
-    """Whether a problem that a rule sees may only be there because a value could not be read and its default stands."""
-    top = _top_level(problem)
-    subject = next((names for names in SUBJECTS if top in names), {top})
-    wrong = {_top_level(cause) for cause in causes}
-    misspelled = any(cause.code == "unknown-key" and len(parse_path(cause.path)) == 1 for cause in causes)
-    return bool(subject & wrong) or "" in wrong or (misspelled and problem.code == "missing-key")
-
-
-def _top_level(problem: Problem) -> str:
-    path = parse_path(problem.path)
-    return str(ALIASES.get(path[:1], path)[0]) if path else ""
+    Raises: ConfigError with all problems of the config, and of its plan for ``size`` ranks (None: as many as its sizes
+    fit) as far as that can be told.
+    """
+    if found.config is None:
+        raise ConfigError(found.problems)
+    if found.problems:
+        world = None if size is None else imagined_world(found.config, size, "")
+        raise ConfigError(verdict(found, world).problems)
+    return found.config

@@ -45,7 +45,8 @@ def _mics_group(config: Config, world: World, findings: Findings, dp: int) -> in
         findings.problem(
             MICS,
             f"parameters in shards of {size} ranks need stage 3; "
-            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')}), where DeepSpeed "
+            "ignores it",
             found=size,
             allowed="-1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove mics_shard_size",
@@ -75,7 +76,8 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
         findings.problem(
             HPZ,
             f"a second copy of sharded parameters over {size} ranks needs stage 3; "
-            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')})",
+            f"zero_optimization.stage is {zero.stage} ({findings.source('zero_optimization.stage')}), where DeepSpeed "
+            "ignores it",
             found=size,
             allowed="1 below stage 3",
             repair="set zero_optimization.stage to 3 or remove zero_hpz_partition_size",

@@ -45,7 +45,8 @@ class Health:
             if report.loss_scale != 1.0:
                 moved = f"{report.loss_scale:g} -> {precision.scale:g}"
                 scaling = f"; loss scale {moved if is_searching else f'stays {precision.scale:g}'}"
-            log.warning("step %d skipped: a gradient is not finite%s%s", report.step, where, scaling)
+            kind = report.nonfinite_kind or "not finite"
+            log.warning("step %d skipped: a gradient is %s%s%s", report.step, kind, where, scaling)
         if precision.exhausted:
             raise RunFailed(
                 f"step {report.step}: a gradient is not finite{where} at the smallest loss scale, "

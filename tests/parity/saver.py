@@ -1,7 +1,8 @@
 """Processes that train and save until they are killed.
 
 Run as ``python -m tests.parity.saver``: for every line ``FOLDER BACKGROUND`` on standard input it forks a child, which
-prints its process id, then a line after each save that returned; "ended" follows when it is gone. Importing torch is what a start costs; a fork is free.
+prints its process id, then a line after each save that returned; "ended" follows when it is gone. Importing torch is
+what a start costs; a fork is free.
 """
 
 from __future__ import annotations

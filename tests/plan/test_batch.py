@@ -50,7 +50,9 @@ def test_accumulation_alone_is_not_enough() -> None:
 
 
 def test_nothing_given_is_a_problem_and_auto_needs_values() -> None:
-    assert only_problem({}).code == "missing-key"
+    nothing = only_problem({})
+    assert (nothing.path, nothing.code) == (MICRO, "needs-values")
+    assert "neither" in nothing.message
     problem = only_problem({TOTAL: "auto", MICRO: "auto"})
     assert problem.code == "needs-values"
     assert TOTAL in problem.message

@@ -73,8 +73,16 @@ def test_every_entry_of_the_table_is_a_key_and_says_why() -> None:
         ({"zero_optimization": {"stage": 2, "overlap_comm": False}}, ZERO + "overlap_comm", True),
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, ZERO + "overlap_comm", False),
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000}}, ZERO + "allgather_bucket_size", True),
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10}}, ZERO + "max_live_parameters", True),
-        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 10}}, ZERO + "max_live_parameters", True),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10}},
+            ZERO + "stage3_max_live_parameters",
+            True,
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 10}},
+            ZERO + "stage3_max_live_parameters",
+            True,
+        ),
         (
             {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": "auto"}},
             ZERO + "max_live_parameters",

@@ -41,7 +41,7 @@ def edit_rows(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     model_engine, *_ = engine.initialize(model=model, config=config_of(stage, 1, case, **STILL, **more))
     run_steps(model_engine, token_batch, 1)
     before = model_engine.full_parameters()
-    with deepspeed.zero.GatheredParameters(model.token_embedding.weight, modifier_rank=0) as (embedding,):
+    with deepspeed.zero.GatheredParameters(model.token_embedding.weight, modifier_rank=0) as (_,):
         assert model.token_embedding.weight.shape == (VOCABULARY_SIZE, 16)
         assert model.head.weight is model.token_embedding.weight
         if dist.get_rank() == 0:

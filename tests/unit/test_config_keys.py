@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.config import Config, docs, schema
 from engine.config.built import NOT_BUILT
+from engine.config.remarks import SERVICES, WITHOUT_EFFECT
 from engine.config.sections.base import Section
 from engine.plan.ineffective import INEFFECTIVE
 
@@ -41,9 +42,9 @@ def words_of_the_code() -> frozenset[str]:
 
 
 def is_spoken_for(key: tuple[str, ...]) -> bool:
-    """Whether a section around the key, or the key itself, is refused as not built or noted as without effect."""
+    """Whether a section around the key, or the key itself, is refused as not built or noted as meaning nothing."""
     not_built = {path.rpartition(".")[0] if path.rpartition(".")[2] in SWITCHES else path for path in NOT_BUILT}
-    noted = {entry.path for entry in INEFFECTIVE}
+    noted = {entry.path for entry in INEFFECTIVE} | WITHOUT_EFFECT.keys() | SERVICES.keys()
     return any(".".join(key[:depth]) in not_built | noted for depth in range(1, len(key) + 1))
 
 

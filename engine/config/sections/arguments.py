@@ -51,7 +51,7 @@ SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
         "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
         "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
         "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-        "decay_mom_rate",
+        "decay_mom_rate compat",
         "WarmupLR": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
         "WarmupDecayLR": "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
         "WarmupCosineLR": "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type",

@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 class Fault(NamedTuple):
     """A contradiction inside one section. ``key`` is relative to the section and may be dotted. ``code`` is one of
-    `engine.config.messages.CODES`; '' means missing-key where the key has no value, else conflict."""
+    `engine.config.messages.CODES`; '' means missing-key where the key has no value, else conflict. ``depends`` are the
+    other keys that make it a contradiction: nothing is said while the value of one of them is not known."""
 
     key: str
     message: str
     allowed: str = ""
     repair: str = ""
     code: str = ""
+    depends: tuple[str, ...] = ()
 
 
 class Section(BaseModel):

@@ -34,7 +34,12 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
             yield Fault(key, "is missing")
     low, high = section.min_difficulty, section.max_difficulty
     if low is not None and high is not None and low > high:
-        yield Fault("min_difficulty", f"{low} is above max_difficulty {high}", f"at most {high}")
+        yield Fault(
+            "min_difficulty",
+            f"{low} is above max_difficulty {high}",
+            f"at most {high}",
+            depends=("max_difficulty",),
+        )
     config = section.schedule_config or CurriculumScheduleSection()
     for key in _REQUIRED.get(section.schedule_type or "", ()):
         if getattr(config, key) is None:
@@ -46,6 +51,15 @@ def _schedule_faults(section: Any) -> Iterator[Fault]:
                 "schedule_config.max_step",
                 f"has {len(config.max_step)} entries for {len(config.difficulty)} difficulties",
                 f"{wanted}: one less than difficulty",
+                depends=("schedule_config.difficulty",),
+            )
+        if high is not None and max(config.difficulty, default=high) > high:
+            yield Fault(
+                "schedule_config.difficulty",
+                f"holds {max(config.difficulty)}, which is never reached: max_difficulty is {high}",
+                f"at most {high}",
+                "raise max_difficulty",
+                depends=("max_difficulty",),
             )
 
 
@@ -152,7 +166,8 @@ class SamplingCurriculumSection(Section):
             yield Fault("curriculum_metrics", "is empty, and the curriculum is enabled", "at least one metric")
         for name, metric in self.curriculum_metrics.items():
             for fault in _schedule_faults(metric):
-                yield fault._replace(key=f"curriculum_metrics.{name}.{fault.key}")
+                above = f"curriculum_metrics.{name}."
+                yield fault._replace(key=above + fault.key, depends=tuple(above + key for key in fault.depends))
 
 
 class DynamicBatchingSection(Section):
@@ -261,7 +276,10 @@ class RandomLtdSection(Section):
         ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
         if ids is not None and count is not None and len(ids) != count:
             yield Fault(
-                "random_ltd_layer_id", f"names {len(ids)} layers; random_ltd_layer_num is {count}", f"{count} numbers"
+                "random_ltd_layer_id",
+                f"names {len(ids)} layers; random_ltd_layer_num is {count}",
+                f"{count} numbers",
+                depends=("random_ltd_layer_num",),
             )
 
 

@@ -1,10 +1,11 @@
-"""``activation_checkpointing``, ``compile``, ``sparse_attention``, ``elasticity``, ``compression_training``."""
+"""``activation_checkpointing``, ``compile``, ``sparse_attention``, ``elasticity``."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from engine.config.messages import show
 from engine.config.sections.base import Fault, Section
 
 
@@ -25,6 +26,7 @@ class CompileSection(Section):
     """DeepCompile: ZeRO as passes of torch.compile."""
 
     deepcompile: bool = Field(False, description="Use DeepCompile.")
+    autoep_non_moe: bool = Field(False, description="Compile what surrounds expert layers, not those themselves.")
     free_activation: bool = Field(False, description="Free activations early.")
     free_activation_threshold: int = Field(10 * 2**20, ge=0, description="Only those above this size, in bytes.")
     offload_activation: bool = Field(False, description="Move activations to the CPU.")
@@ -48,6 +50,31 @@ class SparseAttentionSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "mode"
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "if": {
+                "properties": {
+                    "mode": {"const": "fixed"},
+                    "num_different_global_patterns": {"type": "integer", "minimum": 2},
+                },
+                "required": ["num_different_global_patterns"],
+            },
+            "then": {
+                "required": ["different_layout_per_head"],
+                "properties": {"different_layout_per_head": {"const": True}},
+            },
+        },
+        {
+            "if": {
+                "properties": {
+                    "mode": {"enum": ["fixed", "variable"]},
+                    "attention": {"const": "unidirectional"},
+                },
+                "required": ["attention"],
+            },
+            "then": {"properties": {"horizontal_global_attention": {"const": False}}},
+        },
+    )
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
         "fixed", description="Kind of layout."
@@ -66,6 +93,57 @@ class SparseAttentionSection(Section):
     global_block_indices: list[int] = Field([0], description="variable, bslongformer: global blocks.")
     global_block_end_indices: list[int] | None = Field(None, description="Ends of ranges of global blocks.")
     num_sliding_window_blocks: int = Field(3, ge=1, description="bigbird, bslongformer: width of the sliding window.")
+
+    def faults(self) -> Iterator[Fault]:
+        if (
+            self.horizontal_global_attention
+            and self.attention == "unidirectional"
+            and self.mode in ("fixed", "variable")
+        ):
+            yield Fault(
+                "horizontal_global_attention",
+                "is true, and attention is unidirectional",
+                "false",
+                "global blocks can see everyone in bidirectional attention only",
+                depends=("attention", "mode"),
+            )
+        if self.mode == "fixed":
+            yield from self._fixed_faults()
+        ends = self.global_block_end_indices
+        if ends is not None and self.mode in ("variable", "bslongformer"):
+            starts = self.global_block_indices
+            if len(ends) != len(starts) or any(end <= start for start, end in zip(starts, ends, strict=False)):
+                yield Fault(
+                    "global_block_end_indices",
+                    f"{show(ends)} does not close the ranges that begin at {show(starts)}",
+                    "one end above each start",
+                    depends=("global_block_indices", "mode"),
+                )
+
+    def _fixed_faults(self) -> Iterator[Fault]:
+        local, shared, patterns = self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
+        if shared and local % shared:
+            yield Fault(
+                "num_global_blocks",
+                f"{shared} does not divide num_local_blocks {local}",
+                f"a divisor of {local}",
+                depends=("num_local_blocks", "mode"),
+            )
+        elif shared and patterns > local // shared:
+            yield Fault(
+                "num_different_global_patterns",
+                f"{patterns} is more than a window of {local} blocks holds",
+                f"at most {local // shared}",
+                depends=("num_local_blocks", "num_global_blocks", "mode"),
+            )
+        if patterns > 1 and not self.different_layout_per_head:
+            yield Fault(
+                "num_different_global_patterns",
+                f"is {patterns}, and all heads have one layout",
+                "1",
+                "set different_layout_per_head to true",
+                depends=("different_layout_per_head", "mode"),
+            )
 
 
 class ElasticitySection(Section):
@@ -99,7 +177,12 @@ class ElasticitySection(Section):
         if self.version not in (0.1, 0.2):
             yield Fault("version", f"{self.version} is unknown", "0.1 or 0.2")
         if self.max_gpus < self.min_gpus:
-            yield Fault("max_gpus", f"{self.max_gpus} is below min_gpus {self.min_gpus}", f"at least {self.min_gpus}")
+            yield Fault(
+                "max_gpus",
+                f"{self.max_gpus} is below min_gpus {self.min_gpus}",
+                f"at least {self.min_gpus}",
+                depends=("min_gpus",),
+            )
         if not self.micro_batch_sizes or any(size < 1 for size in self.micro_batch_sizes):
             yield Fault("micro_batch_sizes", "must be a list of sizes", "integers >= 1")
         elif self.enabled and max(self.micro_batch_sizes) > self.max_train_batch_size:
@@ -107,18 +190,5 @@ class ElasticitySection(Section):
                 "micro_batch_sizes",
                 f"{max(self.micro_batch_sizes)} is above max_train_batch_size",
                 f"at most {self.max_train_batch_size}",
+                depends=("max_train_batch_size",),
             )
-
-
-class CompressionTrainingSection(Section):
-    """Quantization and pruning while training; each technique has settings of its own."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-
-    weight_quantization: dict[str, Any] | None = Field(None, description="Low-bit weights.")
-    activation_quantization: dict[str, Any] | None = Field(None, description="Low-bit activations.")
-    sparse_pruning: dict[str, Any] | None = Field(None, description="Single weights are removed.")
-    row_pruning: dict[str, Any] | None = Field(None, description="Rows are removed.")
-    head_pruning: dict[str, Any] | None = Field(None, description="Attention heads are removed.")
-    channel_pruning: dict[str, Any] | None = Field(None, description="Channels are removed.")
-    layer_reduction: dict[str, Any] | None = Field(None, description="Layers are removed.")

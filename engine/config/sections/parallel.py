@@ -1,10 +1,20 @@
 """``tensor_parallel``, ``expert_parallel``, ``pipeline``."""
 
+import re
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Section, nested
+from engine.config.messages import show
+from engine.config.sections.base import Fault, Section, nested, when
+
+
+def _pattern_faults(key: str, pattern: str) -> Iterator[Fault]:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        yield Fault(key, f"{show(pattern)} is no regular expression: {error}", "what Python's re takes")
 
 
 class TensorParallelGroupSection(Section):
@@ -28,6 +38,11 @@ class LayerSpecSection(Section):
     model_types: list[str] | None = Field(None, description="Only for models of these types.")
     gather_output: bool = Field(False, description="Gather the outputs.")
     grad_allreduce: bool = Field(False, description="All-reduce the gradients.")
+
+    def faults(self) -> Iterator[Fault]:
+        for index, pattern in enumerate(self.patterns):
+            for fault in _pattern_faults("patterns", pattern):
+                yield fault._replace(message=f"entry {index}: {fault.message}")
 
 
 class PartitionConfigSection(Section):
@@ -53,6 +68,8 @@ class TensorParallelSection(Section):
     partition_config: PartitionConfigSection | None = Field(None, description="Which layers are split, and how.")
     tp_overlap_comm: bool = Field(False, description="Overlap communication with backward.")
     dtype: str | None = Field(None, description="DeepSpeed cannot read this key from JSON; the model's dtype counts.")
+    vocab_parallel_lm_head: bool | None = Field(None, description="Split the output projection; null: as tied.")
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = Field("torch", description="Who computes the split loss.")
     tensor_parallel: TensorParallelGroupSection = nested(TensorParallelGroupSection, "DeepSpeed's inner object.")
     injection_policy_tuple: list[Any] | None = Field(None, description="Old injection policy; inference only.")
     keep_module_on_host: bool = Field(False, description="Inference only.")
@@ -64,6 +81,9 @@ class PipelineSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "stages"
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"properties": {"partition": {"pattern": "^(best|uniform|parameters|type:.+)$"}}},
+    )
 
     stages: int | Literal["auto"] = Field("auto", description='Pipeline stages; "auto" and 1: off.')
     partition: str = Field(
@@ -75,12 +95,24 @@ class PipelineSection(Section):
     pipe_partitioned: bool = Field(True, description="Send activations in shards under tensor parallelism.")
     grad_partitioned: bool = Field(True, description="Send gradients in shards under tensor parallelism.")
 
+    def faults(self) -> Iterator[Fault]:
+        method, _, pattern = self.partition.partition(":")
+        if method == "type" and pattern:
+            yield from _pattern_faults("partition", pattern)
+        elif self.partition not in ("uniform", "parameters", "best"):
+            yield Fault(
+                "partition", f"{show(self.partition)} is unknown", '"uniform", "parameters", "best" or "type:REGEX"'
+            )
+
 
 class ExpertParallelSection(Section):
     """Spreading the experts of a mixture over ranks."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "enabled"
+    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
+        when("enabled", True, properties={"load_balance_coeff": {"type": "null"}}),
+    )
 
     enabled: bool = Field(False, description="Find the model's expert layers and spread them.")
     autoep_size: int = Field(1, ge=1, description="Ranks that share the experts.")
@@ -110,3 +142,9 @@ class ExpertParallelSection(Section):
     num_experts_attr: str | None = Field(None, description="Config attribute that holds the number of experts.")
     top_k_attr: str | None = Field(None, description="Config attribute that holds experts per token.")
     has_shared_experts: bool | None = Field(None, description="Whether there are shared experts.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.enabled and self.load_balance_coeff is not None:
+            yield Fault("load_balance_coeff", f"is {self.load_balance_coeff}", "null", "DeepSpeed refuses any value")
+        if self.moe_layer_pattern is not None:
+            yield from _pattern_faults("moe_layer_pattern", self.moe_layer_pattern)

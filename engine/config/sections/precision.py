@@ -40,9 +40,21 @@ class Fp16Section(Section):
         if not self.enabled or self.loss_scale > 0:
             return
         if self.loss_scale_window < 1:
-            yield Fault("loss_scale_window", "is 0 with dynamic loss scaling", "an integer >= 1", "the default is 1000")
+            yield Fault(
+                "loss_scale_window",
+                "is 0 with dynamic loss scaling",
+                "an integer >= 1",
+                "the default is 1000",
+                depends=("loss_scale",),
+            )
         if self.min_loss_scale <= 0:
-            yield Fault("min_loss_scale", "is 0 with dynamic loss scaling", "a number > 0", "the default is 1")
+            yield Fault(
+                "min_loss_scale",
+                "is 0 with dynamic loss scaling",
+                "a number > 0",
+                "the default is 1",
+                depends=("loss_scale",),
+            )
         if self.min_loss_scale > 2.0**self.initial_scale_power:
             yield Fault(
                 "min_loss_scale",
@@ -50,6 +62,7 @@ class Fp16Section(Section):
                 f"{2**self.initial_scale_power}, so the first overflow would raise the scale",
                 f"at most {2**self.initial_scale_power}",
                 "lower min_loss_scale or raise initial_scale_power",
+                depends=("loss_scale", "initial_scale_power"),
             )
 
 
@@ -75,7 +88,10 @@ class Bf16Section(Section):
     def faults(self) -> Iterator[Fault]:
         if self.bf16_optimizer_states and not self.bf16_master_weights_and_grads:
             yield Fault(
-                "bf16_optimizer_states", "needs bf16_master_weights_and_grads", "", "set both to true, or neither"
+                "bf16_optimizer_states",
+                "needs bf16_master_weights_and_grads",
+                "set both to true, or neither",
+                depends=("bf16_master_weights_and_grads",),
             )
 
 

@@ -75,6 +75,15 @@ class ZenFlowSection(Section):
     steps_per_epoch: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
 
 
+class LocoSection(Section):
+    """LoCo: the error of quantized gradients is fed back into the next ones."""
+
+    ignored_by_deepspeed: ClassVar[bool] = True
+
+    err_beta: float = Field(0.8, ge=0, le=1, description="Weight of the older errors.")
+    reset_T: int = Field(1024, ge=1, description="Steps after which the errors are forgotten.")
+
+
 class LeafModuleSection(Section):
     """Modules that stage 3 gathers as a whole."""
 
@@ -91,8 +100,15 @@ class ZeroSection(Section):
         {
             "properties": {
                 "mics_shard_size": {"minimum": -1, "not": {"const": 0}},
-                "zeropp_loco_param": {"propertyNames": {"enum": ["err_beta", "reset_T"]}},
             }
+        },
+        {
+            "if": {"properties": {"stage": {"enum": [0, 1, 2]}}},
+            "then": {"properties": {"offload_optimizer": {"properties": {"ratio": {"minimum": 1}}}}},
+        },
+        {
+            "if": {"properties": {"stage": {"enum": [0, 3]}}},
+            "then": {"properties": {"compute_grad_norm": {"const": True}}},
         },
     )
 
@@ -135,7 +151,7 @@ class ZeroSection(Section):
     zero_quantized_weights: bool = Field(False, description="ZeRO++: gather parameters as int8 (stage 3).")
     zero_quantized_nontrainable_weights: bool = Field(False, description="ZeRO++: the same for frozen parameters.")
     zero_quantized_gradients: bool = Field(False, description="ZeRO++: reduce gradients in low precision (stage 3).")
-    zeropp_loco_param: dict[str, Any] | None = Field(None, description='LoCo error feedback: {"err_beta", "reset_T"}.')
+    zeropp_loco_param: LocoSection | None = Field(None, description="LoCo error feedback of quantized gradients.")
     mics_shard_size: int = Field(
         -1, description="MiCS: ranks that shard together, replicated beyond (stage 3); -1: off."
     )
@@ -145,16 +161,31 @@ class ZeroSection(Section):
     override_module_apply: bool = Field(True, description="Gather parameters for Module.apply under zero.Init.")
     log_trace_cache_warnings: bool = Field(False, description="Warn when the order of modules changes (stage 3).")
     enable_sanity_checks: bool = Field(False, description="Extra internal checks (stage 3).")
+    compute_grad_norm: bool = Field(True, description="false: the gradient norm is not computed (stages 1 and 2).")
+    parameter_alignment: bool = Field(False, description="Every parameter starts at a multiple of 16 bytes.")
     save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum in memory, not on disk.")
     leaf_module: LeafModuleSection | None = Field(None, description="Modules that are gathered as a whole.")
 
     def faults(self) -> Iterator[Fault]:
         if self.mics_shard_size == 0 or self.mics_shard_size < -1:
             yield Fault("mics_shard_size", f"is {self.mics_shard_size}", "-1 (off) or an integer >= 1", code="value")
-        loco = self.zeropp_loco_param or {}
-        for key in loco.keys() - {"err_beta", "reset_T"}:
-            message = "unknown key, which DeepSpeed ignores"
-            yield Fault(f"zeropp_loco_param.{key}", message, "err_beta, reset_T", "delete it", "unknown-key")
+        offload = self.offload_optimizer
+        if offload is not None and offload.ratio < 1 and self.stage != 3:
+            yield Fault(
+                "offload_optimizer.ratio",
+                f"is {offload.ratio:g}, and part of an update is offloaded at stage 3 only; stage is {self.stage}",
+                "1 below stage 3",
+                "set stage to 3 or remove ratio",
+                depends=("stage",),
+            )
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            yield Fault(
+                "compute_grad_norm",
+                f"is false, which needs stage 1 or 2, and stage is {self.stage}",
+                "true",
+                "remove the key",
+                depends=("stage",),
+            )
 
 
 class AioSection(Section):

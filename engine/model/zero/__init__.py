@@ -5,6 +5,7 @@ First file to read: buckets.py (stages 0 to 2), then fully_sharded.py (stage 3).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from engine.model.zero.shards import ParameterShard
 from engine.model.zero.whole_parameters import OwnedParametersReduction
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan, PrecisionPlan
+
+log = logging.getLogger("engine")
 
 __all__ = ["DTYPES", "Granularity", "ParameterShard", "Zero", "apply"]
 
@@ -50,6 +53,7 @@ def apply(
     granularity: Granularity,
 ) -> Zero:
     """Fill, place, cast and shard ``model`` in place. On one data-parallel rank every stage is the same thing."""
+    note_own_statistics(model, mesh)
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
     replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
 
@@ -104,6 +108,19 @@ def apply(
     cast_buffers(model, plan.precision)
     reduction = build_buckets(trained, plan.zero, plan.precision, granularity, shard_group, replicate_group)
     return Zero(reduction, frozen, first_replica)
+
+
+def note_own_statistics(model: nn.Module, mesh: Mesh) -> None:
+    """Batch normalisation sees a rank's micro-batch alone; nothing makes the running statistics equal again."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    own = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.track_running_stats]
+    if own and mesh.dp_size > 1 and mesh.rank == 0:
+        log.warning(
+            "%s (%d in all): each rank keeps batch statistics of its own, and checkpoints hold rank 0's; "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before initialize() shares them on accelerators",
+            own[0],
+            len(own),
+        )
 
 
 @torch.no_grad()

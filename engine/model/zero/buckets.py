@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.model.zero.arrivals import running_scale
+from engine.model.zero.arrivals import Inspection, running_scale
 from engine.model.zero.bucket import Bucket, Member
 from engine.model.zero.shards import first_nonfinite, sum_of_squares
 from engine.torch_compat import foreach_add_, foreach_copy_
@@ -61,6 +61,7 @@ class BucketReduction:
         self._has_deferred = False
         self._num_rounds = 0
         self._scales: set[float | None] = set()
+        self.arrivals = Inspection()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -78,6 +79,7 @@ class BucketReduction:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self._scales.add(running_scale())
+            self.arrivals.look(member.info.index, gradient)
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -251,6 +253,12 @@ class BucketReduction:
 
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
+
+    def inspect(self, next_window: bool) -> None:
+        self.arrivals = Inspection(next_window)
+
+    def first_nonfinite_arrival(self) -> int | None:
+        return self.arrivals.first
 
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]

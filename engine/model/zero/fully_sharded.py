@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
-from engine.model.zero.arrivals import running_scale
+from engine.model.zero.arrivals import Inspection, running_scale
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
@@ -158,6 +158,7 @@ class FullyShardedReduction:
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
         self._used: set[int] = set()
         self._scales: set[float | None] = set()
+        self.arrivals = Inspection()
         self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -192,6 +193,8 @@ class FullyShardedReduction:
     def _note_use(self, index: int, parameter: Tensor) -> None:
         self._used.add(index)
         self._scales.add(running_scale())
+        if parameter.grad is not None:
+            self.arrivals.look(index, parameter.grad)
 
     def begin_backward(self, last: bool) -> None:
         pass  # FSDP2 reduces in every backward
@@ -222,6 +225,12 @@ class FullyShardedReduction:
 
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
+
+    def inspect(self, next_window: bool) -> None:
+        self.arrivals = Inspection(next_window)
+
+    def first_nonfinite_arrival(self) -> int | None:
+        return self.arrivals.first
 
     def untouched(self) -> list[int]:
         return [info.index for info, _ in self.parameters if info.index not in self._used]

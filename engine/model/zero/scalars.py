@@ -38,6 +38,14 @@ class ShardedWithScalars:
         found = [index for part in self._parts if (index := part.first_nonfinite()) is not None]
         return min(found, default=None)
 
+    def inspect(self, next_window: bool) -> None:
+        for part in self._parts:
+            part.inspect(next_window)
+
+    def first_nonfinite_arrival(self) -> int | None:
+        found = [index for part in self._parts if (index := part.first_nonfinite_arrival()) is not None]
+        return min(found, default=None)
+
     def untouched(self) -> list[int]:
         return self._sharded.untouched() + self._scalars.untouched()
 

@@ -128,6 +128,13 @@ READINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"zero_optimization": {"leaf_module": {"classes": ["a.B"]}}},
         "zero_optimization.leaf_module.classes",
     ),
+    "output path as documented": (
+        {"tensorboard": {"enabled": True, "output_path": None}},
+        {"tensorboard": {"enabled": True}},
+        "tensorboard.output_path",
+    ),
+    "fp32 all-reduce": ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}, "fp32_allreduce"),
+    "fp32 all-reduce off": ({"fp32_allreduce": False}, {}, "fp32_allreduce"),
     "null section": ({"bf16": None}, {}, "bf16"),
 }
 
@@ -160,6 +167,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "cpu_offload and nvme": (
         {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
         "zero_optimization.cpu_offload",
+    ),
+    "fp32 all-reduce and another dtype": (
+        {"fp32_allreduce": True, "communication_data_type": "bf16"},
+        "fp32_allreduce",
     ),
     "cpu_offload of another type": ({"zero_optimization": {"cpu_offload": "maybe"}}, "zero_optimization.cpu_offload"),
 }
@@ -214,7 +225,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "a list for a section": ({"fp16": [True]}, "an object"),
     "an integer beyond all bounds": ({"train_batch_size": 1e64}, "an integer >= 1"),
     "null where a number must be": ({"gradient_clipping": None}, "leave the key out"),
-    "null for text": ({"tensorboard": {"output_path": None}}, "text in quotes"),
+    "null for text": ({"tensorboard": {"job_name": None}}, "text in quotes"),
     "infinite number as text": ({"gradient_clipping": "inf"}, "a number >= 0"),
 }
 

@@ -6,19 +6,18 @@ import copy
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config, ConfigError, Examination, examine, load_config
+from engine.config import ConfigError, Examination, examine, load_config
 from engine.config.reader import read_text
 from engine.config.sections.arguments import BOOLEANS, INTEGERS, NUMBERS, OPTIMIZER_PARAMS, PAIRS, SCHEDULER_PARAMS
 from engine.config.suggest import known_paths
+from engine.plan import verdict
 from tests.unit.config.test_schema import CANONICAL
-from tests.unit.config.test_suggest import keys
+from tests.unit.config.test_suggest import keys, typo
 from tests.unit.config.test_traps import CURRICULUM
 
 QUICK = settings(
@@ -59,8 +58,12 @@ VALID = [
 
 
 def consistent(found: Examination) -> None:
-    """What must hold of any answer."""
+    """What must hold of any answer, of the plan's rules as well."""
     str(ConfigError(found.problems))
+    judged = verdict(found)
+    assert judged.render()
+    assert judged.kind == "invalid" or not found.problems
+    assert all(problem in judged.problems for problem in found.problems)
     for problem in found.problems:
         assert problem.message
         assert json.dumps(problem.to_json(), default=str)
@@ -148,23 +151,31 @@ def test_damaged_trees(tree: dict[str, Any], stream: random.Random) -> None:
     consistent(examine(damaged))
 
 
-CORPUS = Path(os.environ.get("PTRAIN_CORPUS", Path(__file__).parents[4] / "shared" / "corpus")) / "configs"
+@QUICK
+@given(st.sampled_from([tree for tree in VALID if tree]), st.randoms(use_true_random=False))
+def test_a_key_written_twice(tree: dict[str, Any], stream: random.Random) -> None:
+    """In whatever object, and with whatever value: one problem, which names both lines."""
+    lines = json.dumps(tree, indent=1).splitlines()
+    first = stream.choice([at for at, line in enumerate(lines) if '": ' in line])
+    key = lines[first].strip().partition('": ')[0][1:]
+    lines.insert(first, f'"{key}": 1,')
+    twice = [problem for problem in read_text("\n".join(lines)).problems if "written twice" in problem.message]
+    assert [problem.message for problem in twice] == [f"the key is written twice, on lines {first + 1} and {first + 2}"]
 
 
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the folder of public configs is not here")
-def test_public_configs_get_an_answer() -> None:
-    """Configs that people published, where a folder of them lies beside the checkout (or at PTRAIN_CORPUS)."""
-    verdicts: dict[str, int] = {}
-    for path in sorted(CORPUS.glob("*.json")):
-        found = examine(path)
-        consistent(found)
-        for problem in found.problems:
-            assert problem.line is not None, problem.render()
-        config = found.config
-        kind = "invalid" if found.problems or config is None else _kind(config)
-        verdicts[kind] = verdicts.get(kind, 0) + 1
-    assert verdicts["invalid"] < sum(verdicts.values()) / 5, verdicts
-
-
-def _kind(config: Config) -> str:
-    return "not built" if config.not_built else "needs values" if config.needs_values else "valid"
+@QUICK
+@given(st.sampled_from([tree for tree in VALID if tree]), st.randoms(use_true_random=False))
+def test_one_letter_in_a_valid_config(tree: dict[str, Any], stream: random.Random) -> None:
+    """The key that a letter was changed in is named, and the rest of the file is still judged."""
+    damaged = copy.deepcopy(tree)
+    homes = [damaged, *(value for name, value in damaged.items() if isinstance(value, dict) and name != "amp")]
+    home = stream.choice([home for home in homes if home])
+    key = stream.choice(sorted(home))
+    wrong = typo(key, stream)
+    if wrong in home or not wrong or wrong[0] in "_/$" or wrong in known_paths():
+        return
+    home[wrong] = home.pop(key)
+    found = examine(damaged)
+    consistent(found)
+    told = {problem.path for problem in found.problems} | {note.path for note in found.notes}
+    assert any(path.split(".")[-1] == wrong for path in told)

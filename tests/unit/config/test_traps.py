@@ -276,7 +276,7 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "amp.enabled": {"amp": {"enabled": True, "opt_level": "O1", "loss_scale": "dynamic"}},
     "bf16.bf16_master_weights_and_grads": {"bf16": {"bf16_master_weights_and_grads": True}},
     "zero_optimization.offload_optimizer.device": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    "zero_optimization.zero_quantized_weights": {"zero_optimization": {"zero_quantized_weights": True}},
+    "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "activation_checkpointing": {"activation_checkpointing": {"partition_activations": True}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
