@@ -31,7 +31,7 @@ MIN_LOST = 0.01
 """Without error feedback it must be at least this much above 1-bit Adam's."""
 BASE, WITHOUT_FEEDBACK = "AdamW", "OneBitAdam without error feedback"
 FREEZE_FRACTION = 0.2
-LR = {"AdamW": 2e-3, "OneBitAdam": 2e-3, "ZeroOneAdam": 2e-3, "OneBitLamb": 1e-2}
+LR = {"AdamW": 2e-3, "OneBitAdam": 2e-3, "ZeroOneAdam": 2e-3, "OneBitLamb": 4e-2}
 NAMES = (*LR, WITHOUT_FEEDBACK)
 
 
