@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
@@ -91,6 +92,7 @@ def build(
         ledger=ledger,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
+    state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
     model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
 
     claim(model)

@@ -21,6 +21,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
 from engine.plan import Plan
 from engine.watch import WatcherList
+from engine.weights import save_16bit_model
 from engine.window import Window
 
 log = logging.getLogger("engine")
@@ -146,8 +147,6 @@ class Surface:
             )
         tag = tag or default_tag(self.global_steps)
         with self.ledger.apart("checkpoint"):
-            if self._state.settle():
-                self.roles.reduction.publish()
             self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, metric)
         self._window.leave_out(started)
         return True
@@ -195,6 +194,22 @@ class Surface:
                 if "data_loader" in self._state.restored:
                     self._batches = None
         return result
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights that forward reads, in its dtype, to one file that plain PyTorch loads. All ranks call it.
+
+        A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
+        needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
+        """
+        started = time.perf_counter()
+        saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        self._window.leave_out(started)
+        return saved
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Scalars of your own, ``(name, value, global samples)``, to every monitor that is on."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.exchange import Exchange
@@ -25,6 +28,8 @@ class BackgroundWriter:
         # The interpreter waits for the threads of an executor when it exits.
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
+        self.host: dict[Any, Tensor] = {}
+        """Memory for the values of the save under way."""
 
     def submit(self, save: Prepared) -> None:
         """Write ``save``, whose values are detached from training, and return at once."""

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from engine.checkpoint.errors import listing
 from engine.checkpoint.loading import LoadedTensors
 from engine.checkpoint.manifest import CLIENT_STATE, Manifest
+from engine.checkpoint.model_facts import NAME as MODEL_FACTS
 from engine.contracts import SavedLayout
 
 WORDS = {
@@ -28,7 +29,7 @@ def describe(
     asked_states: Collection[str] = (),
     client_state_restored: bool = True,
 ) -> list[str]:
-    """One plain sentence for each thing that the checkpoint holds and the load did not restore as it was saved.
+    """One plain sentence for each thing that the load did not restore as it was saved, or could not.
 
     ``layout`` is the present one; ``loaded`` is what `load_tensors` returned; ``restored_states`` names the `Stateful`s
     that took their state, ``asked_states`` those that wanted one. Empty where everything came back exactly.
@@ -36,7 +37,7 @@ def describe(
     lines = []
     if loaded.missing:
         lines.append(f"Not in the checkpoint, left as initialised: {listing(loaded.missing)}.")
-    absent = [name for name in asked_states if name not in manifest.states]
+    absent = [name for name in asked_states if name not in manifest.states and name != MODEL_FACTS]
     if absent:
         lines.append(f"Not in the checkpoint, these begin anew: {listing([WORDS.get(name, name) for name in absent])}.")
     sections = Counter(
@@ -49,7 +50,7 @@ def describe(
     lines += [f"Converted: {count} tensors from {change}." for change, count in sorted(changes.items())]
     same = manifest.same_ranks(layout)
     for name, state in manifest.states.items():
-        if name not in restored_states:
+        if name not in restored_states and name != MODEL_FACTS:
             moved = not same and state.on_layout_change != "reshard"
             why = ": it belongs to the ranks of the layout it was saved under" if moved else ""
             lines.append(f"Not restored: the state of {name!r}{why}.")

@@ -139,11 +139,23 @@ class Prepared:
     metric: float | None
     retention: Retention | None
 
-    def detach(self, exchange: Exchange) -> None:
-        """Copy this rank's values into host memory: training may change them from here on. All ranks call it."""
+    def detach(self, exchange: Exchange, host: dict[Any, torch.Tensor]) -> None:
+        """Copy this rank's values into host memory: training may change them from here on. All ranks call it.
+
+        ``host`` is that memory, kept from save to save: its pages cost more to get than to fill.
+        """
 
         def copy() -> None:
-            self.chunks = [replace(c, tensor=c.tensor.detach().to("cpu", copy=True)) for c in self.chunks]
+            old, chunks = dict(host), []
+            host.clear()
+            for chunk in self.chunks:
+                tensor, place = chunk.tensor.detach(), (chunk.name, chunk.offsets)
+                there = old.get(place)
+                if there is None or (there.shape, there.dtype) != (tensor.shape, tensor.dtype):
+                    there = torch.empty(chunk.sizes, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+                host[place] = there.copy_(tensor)
+                chunks.append(replace(chunk, tensor=there))
+            self.chunks = chunks
 
         try:
             exchange.collect(copy, self.doing)

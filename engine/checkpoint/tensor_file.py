@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -41,7 +41,19 @@ class FileRecord:
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileRecord:
+class Writable(Protocol):
+    """What is written as a tensor: one, or something that makes it when its bytes are due."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def element_size(self) -> int: ...
+    def numel(self) -> int: ...
+    def detach(self) -> torch.Tensor: ...
+
+
+def write_tensor_file(path: Path, tensors: Sequence[tuple[str, Writable]]) -> FileRecord:
     """Write ``(key, tensor)`` pairs to the new file ``path``, synced to disk. Tensors may be views, on any device."""
     # Wide elements first keeps every tensor aligned for readers that map the file.
     ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())

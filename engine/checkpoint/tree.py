@@ -61,7 +61,7 @@ class OptimizerState(Protocol):
     def load_named_state(self, named: Mapping[str, Mapping[str, Any]]) -> list[str]: ...
     def group_options(self) -> list[dict[str, Any]]: ...
     def load_group_options(self, saved: Sequence[Mapping[str, Any]]) -> None: ...
-    def settle(self) -> bool: ...
+    def settle(self) -> None: ...
     def rank_tensors(self, create: bool = False) -> dict[str, Tensor]: ...
     def state_was_loaded(self) -> None: ...
 
@@ -112,10 +112,6 @@ class StateTree:
         """Parts without a state of their own (None) are left out."""
         self._parts |= {part.name: part for part in parts if part is not None}
 
-    def settle(self) -> bool:
-        """Before a save, on all ranks: bring parameters together that differ. Whether any changed."""
-        return self._optimizer is not None and self._optimizer.settle()
-
     # --- saving ------------------------------------------------------------------------------------------------
 
     def save(
@@ -133,7 +129,10 @@ class StateTree:
         """
         self._roll_call.call("save_checkpoint", "load_checkpoint")
         self.wait()
-        chunks = self._rank_chunks(self._optimizer.rank_tensors()) if self._optimizer is not None else []
+        chunks: list[Chunk] = []
+        if self._optimizer is not None:
+            self._optimizer.settle()
+            chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
             chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
         if not exclude_frozen:
@@ -169,7 +168,7 @@ class StateTree:
         )
         if self._background is None:
             return save.complete(self._exchange)
-        save.detach(self._exchange)
+        save.detach(self._exchange, self._background.host)
         self._background.submit(save)
         return save.directory / save.tag
 
@@ -353,8 +352,8 @@ class StateTree:
 
     def _check_optimizer(self, manifest: Manifest, saved: Mapping[str, Any] | None) -> None:
         assert self._optimizer is not None
-        kinds = self._optimizer.kinds if saved is None else saved.get("kinds") if isinstance(saved, dict) else None
-        if kinds != self._optimizer.kinds:
+        kinds = self._optimizer.kinds if saved is None else saved.get("kinds", []) if isinstance(saved, dict) else []
+        if kinds not in (None, self._optimizer.kinds):  # an imported checkpoint may not say
             known = (
                 kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else ["nothing known"]
             )

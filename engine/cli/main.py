@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 from engine.contracts import EngineError, RunFailed
 from engine.launch.environment import RankEnvironment
@@ -22,6 +23,9 @@ COMMANDS = {
     "explain": "tell what each key of a config does in this run",
     "diff": "tell what two configs do differently",
     "init": "write a first config for a model and some GPUs",
+    "export": "write the weights in a checkpoint to safetensors",
+    "import": "read a checkpoint that DeepSpeed wrote",
+    "verify-resume": "prove that a run that stops and resumes is equal to the bit",
     "schema": "print the JSON schema, for completion in editors",
 }
 """Every command, with the line that `ptrain --help` shows."""
@@ -53,7 +57,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if not first.startswith("-") and first not in COMMANDS:
         raise EngineError(_no_such_command(first))
     name, rest = (first, arguments[1:]) if first in COMMANDS else ("train", arguments)
-    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{name}").run
+    module = f"{name}_checkpoint" if iskeyword(name) else name.replace("-", "_")
+    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{module}").run
     return run(rest)
 
 

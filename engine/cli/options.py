@@ -35,8 +35,10 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help="unknown keys are notes instead of errors")
 
 
-def add_world_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=positive, default=1, metavar="N", help="ranks to think of (default 1)")
+def add_world_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """``--world``; without a default the config's own sizes say how many ranks they fit."""
+    known = "as many as its sizes fit" if default is None else default
+    parser.add_argument("--world", type=positive, default=default, metavar="N", help=f"ranks (default: {known})")
 
 
 def positive(text: str) -> int:

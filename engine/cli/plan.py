@@ -13,7 +13,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
-    add_world_option(parser)
+    add_world_option(parser, 1)
     parser.add_argument("--values", action="store_true", help="every value with its origin, one a line")
     add_config_options(parser)
     arguments = parser.parse_args(argv)

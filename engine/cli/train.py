@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         imagined = imagined_world(config, size, "--nproc" if arguments.nproc else "one process")
         print(plan(config, imagined).render(terminal_columns()))
         return 0
-    _check_can_train(config)
+    check_can_train(config)
     os.environ.update(thread_environment(arguments.nproc or environment.local_world_size))
     output = arguments.output or Path("output") / Path(arguments.config).stem
     options = RunOptions(config, output, arguments.resume, arguments.override_batch)
@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _check_can_train(config: Config) -> None:
+def check_can_train(config: Config) -> None:
     """What `initialize()` from Python does not need and a run from the command line does."""
     where = config.source or "the config"
     if config.model is None or config.model.target is None:
@@ -132,30 +132,15 @@ def _work(options: RunOptions, plan: Plan, environment: RankEnvironment) -> int:
 
 
 def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest) -> int:
-    import torch
-
     from engine.cli.failures import explain
     from engine.cli.finish import finish
-    from engine.cli.target import bind_arguments, build_model, load_target
     from engine.cli.training_loop import TrainingLoop
-    from engine.data.sources import open_text
     from engine.entry import initialize
     from engine.watch.summary import Summary, write_json
 
     config, first = options.config, environment.rank == 0
-    base = Path(config.source).resolve().parent if config.source else Path.cwd()
-    assert config.model is not None
-    target = load_target(str(config.model.target), base)
-    arguments = bind_arguments(target, config.model.args)
-    corpus = open_text(
-        data_path(config.data.path, base),
-        config.data.sequence_length,
-        config.data.validation_fraction,
-        vocabulary_size(config, arguments),
-    )
-    # Every rank builds the same model.
-    torch.manual_seed(config.seed)
-    model = build_model(target, config.model.args)
+    base = base_of(config)
+    model, corpus = model_and_data(config)
     model_engine, *_ = initialize(model=model, config=config, training_data=corpus.train, output=options.output)
     summary = Summary()
     summary.on_start(model_engine.plan)
@@ -186,6 +171,32 @@ def _train(options: RunOptions, environment: RankEnvironment, stop: StopRequest)
     # Not after a failure: peers may be gone, and leaving the process group would wait for them.
     model_engine.destroy()
     return code
+
+
+def base_of(config: Config) -> Path:
+    """The folder from which a config's paths count."""
+    return Path(config.source).resolve().parent if config.source else Path.cwd()
+
+
+def model_and_data(config: Config) -> tuple[Any, Any]:
+    """The model that `model` describes, the same on every rank, and the text that `data` names."""
+    import torch
+
+    from engine.cli.target import bind_arguments, build_model, load_target
+    from engine.data.sources import open_text
+
+    base = base_of(config)
+    assert config.model is not None
+    target = load_target(str(config.model.target), base)
+    arguments = bind_arguments(target, config.model.args)
+    corpus = open_text(
+        data_path(config.data.path, base),
+        config.data.sequence_length,
+        config.data.validation_fraction,
+        vocabulary_size(config, arguments),
+    )
+    torch.manual_seed(config.seed)
+    return build_model(target, config.model.args), corpus
 
 
 def resume(model_engine: Any, options: RunOptions, say: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from engine.cli.options import Parser, add_config_options, positive
+from engine.cli.options import Parser, add_config_options, add_world_option
 
 
 def run(argv: Sequence[str]) -> int:
@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
         "Check a config: every problem at once, each with its line, what was found, what is allowed and the repair.",
     )
     parser.add_argument("file", help="the config")
-    parser.add_argument("--world", type=positive, metavar="N", help="ranks to check for (default: as many as fit)")
+    add_world_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_options(parser)
     arguments = parser.parse_args(argv)

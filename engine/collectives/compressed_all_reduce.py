@@ -17,6 +17,7 @@ sent and 8 (N - 1) of scales, against 8 D (N - 1) / N for an all-reduce in fp32.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.collectives.sign_bits import pack, subtract_signs, unpack
+from engine.collectives.sign_bits import multiply_segments, pack, subtract_signs, unpack
 
 Scale = Literal["rms", "l1"]
 Range = tuple[int, int]
@@ -42,9 +43,7 @@ class _SignCompressor:
         self.num_scales = len(bounds) - 1
         self._bounds, self._scale_kind, self._mask = list(bounds), scale, mask
         self._segments = [self.error[a:b] for a, b in itertools.pairwise(bounds)]
-        lengths = torch.tensor([b - a for a, b in itertools.pairwise(bounds)], device=device)
-        self._lengths = torch.cat([lengths, torch.tensor([numel - bounds[-1]], device=device)])
-        counts = lengths
+        counts = torch.tensor([b - a for a, b in itertools.pairwise(bounds)], device=device)
         if mask is not None:
             counts = torch.stack([mask[a - bounds[0] : b - bounds[0]].sum() for a, b in itertools.pairwise(bounds)])
         self._counts = counts.to(torch.float32)
@@ -64,7 +63,13 @@ class _SignCompressor:
         y[self._bounds[-1] :].zero_()
         scales = self._scales()
         pack(y, bits)
-        subtract_signs(y, scales[0] if self.num_scales == 1 else self.expand(scales))
+        if self.num_scales == 1:
+            subtract_signs(y, scales[0])
+        else:
+            said = torch.empty_like(y)
+            unpack(bits, said)
+            multiply_segments([said[a:b] for a, b in itertools.pairwise(self._bounds)], scales)
+            y.sub_(said)
         if self._mask is not None:
             counted.mul_(self._mask)
         y[self._bounds[-1] :].zero_()
@@ -83,10 +88,6 @@ class _SignCompressor:
             return torch.stack([part.abs().sum() for part in self._segments]) / counts
         norms = torch.stack([torch.linalg.vector_norm(part) for part in self._segments])
         return norms / counts.sqrt()
-
-    def expand(self, scales: Tensor) -> Tensor:
-        """One scale per element, 0 for pads."""
-        return torch.cat([scales, scales.new_zeros(1)]).repeat_interleave(self._lengths, output_size=self.error.numel())
 
 
 class CompressedAllReduce:
@@ -121,8 +122,8 @@ class CompressedAllReduce:
             self.worker_error = self.server_error = torch.zeros(0, device=device)
             return
         bounds = [0, *itertools.accumulate(segments or (numel,))]
-        if bounds[-1] != numel:
-            raise ValueError(f"the segments have {bounds[-1]} elements, the tensor {numel}")
+        if bounds[-1] != numel or 0 in (segments or ()):
+            raise ValueError(f"segments of {bounds[-1]} elements, none empty, must make up the tensor's {numel}")
         if counts_padding:
             bounds[-1] = self.padded
         if mask is not None and counts_padding:
@@ -145,6 +146,9 @@ class CompressedAllReduce:
             self._message_bounds.append(self._message_bounds[-1] + num_bits + 4 * (len(piece) - 1))
         self._gathered = torch.empty(self._message_bounds[-1], dtype=torch.uint8, device=device)
         self._signs = torch.empty(self._chunk, dtype=torch.float32, device=device)
+        self._own_parts = [self._signs[a:b] for a, b in itertools.pairwise(own)]
+        first_segment = min(bisect.bisect_right(bounds, first), self._worker.num_scales) - 1
+        self._own_segments = slice(first_segment, first_segment + len(self._own_parts))
 
     def __call__(self, x: Tensor, held: Sequence[Range] = ()) -> None:
         """The three parts in a row."""
@@ -192,7 +196,7 @@ class CompressedAllReduce:
                 unpack(message[:num_bits], self._signs, scales[0])
             else:
                 unpack(message[:num_bits], self._signs)
-                self._signs.mul_(self._worker.expand(scales)[first : first + self._chunk])
+                multiply_segments(self._own_parts, scales[self._own_segments])
             self.server_error.add_(self._signs)
         own = self._gathered[self._message_bounds[rank] : self._message_bounds[rank + 1]]
         own[num_bits:].copy_(self._server.compress(own[:num_bits]).view(torch.uint8))
@@ -217,8 +221,7 @@ class CompressedAllReduce:
                 unpack(message[:num_bits], whole, scales[0])
             else:
                 unpack(message[:num_bits], whole)
-                for (a, b), scale in zip(itertools.pairwise(piece), scales, strict=True):
-                    whole[a:b].mul_(scale)
+                multiply_segments([whole[a:b] for a, b in itertools.pairwise(piece)], scales)
             if whole is not target:
                 target.copy_(whole[: target.numel()])
         if self._mask is not None:

@@ -130,7 +130,7 @@ class ShardGroup:
             broadcasts = [dist.broadcast(s, self._global[r], group=self.group, async_op=True) for r, s in shards]
             return _Works(ticket, broadcasts)
 
-    def all_to_all(self, outgoing: Tensor, incoming: Tensor, what: str = "sending 1-bit messages") -> Pending:
+    def all_to_all(self, outgoing: Tensor, incoming: Tensor, what: str = "exchanging signs") -> Pending:
         """Row ``r`` of ``outgoing`` (one row a rank) goes to rank ``r``; row ``r`` of ``incoming`` came from it."""
         if self.group is None or self.size == 1:
             incoming.copy_(outgoing)

@@ -7,10 +7,13 @@ the ways that `tests/bench/packing.py` compares. Other devices use torch alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy
 import torch
 from torch import Tensor
+
+from engine.torch_compat import foreach_mul_
 
 BLOCK = 1 << 22
 """Elements packed at once on the CPU; bounds the temporary, a byte an element."""
@@ -42,11 +45,16 @@ def unpack(bits: Tensor, out: Tensor, scale: Tensor | None = None) -> None:
 
 
 def subtract_signs(values: Tensor, scale: Tensor) -> None:
-    """values -= scale * sgn(values). ``scale``: 0-dim, or one per element, not negative. The signs are `pack`'s."""
+    """values -= scale * sgn(values). ``scale``: 0-dim, not negative. The signs are `pack`'s."""
     step = CACHED_BLOCK if values.device.type == "cpu" else max(values.numel(), 1)
     for start in range(0, values.numel(), step):
         block = values[start : start + step]
-        block.sub_(torch.copysign(scale if scale.ndim == 0 else scale[start : start + step], block))
+        block.sub_(torch.copysign(scale, block))
+
+
+def multiply_segments(segments: Sequence[Tensor], scales: Tensor) -> None:
+    """Each segment, in place, times its own entry of ``scales``; no wait for the device."""
+    foreach_mul_(list(segments), list(scales.unbind()))
 
 
 @functools.cache

@@ -155,7 +155,7 @@ class _Reader:
             if len(key) > MAX_KEY_LENGTH:
                 shown = show(key)
                 allowed = f"at most {MAX_KEY_LENGTH}"
-                self.problem(start, path, f"is a key of {len(key)} letters", "too_long", found=shown, allowed=allowed)
+                self.problem(start, path, f"is a key of {len(key)} letters", "too-long", found=shown, allowed=allowed)
                 raise _Stop
             here = (*path, key)
             if self.skip() != ":":
@@ -221,7 +221,7 @@ class _Reader:
             raise _Stop
         word = match[0]
         shown = show(word)
-        self.problem(self.at, (*path, word[:60]), "the key has no quotes", found=shown, repair=f"write {shown}")
+        self.problem(self.at, (*path, word[:60]), "the key has no quotes", found=word[:60], repair=f"write {shown}")
         self.at = match.end()
         return word
 
@@ -258,7 +258,7 @@ class _Reader:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             message = f"the file holds more than {MAX_VALUES} values, which is no config"
-            self.problem(self.at, path, message, "too_long", repair="is this the right file?")
+            self.problem(self.at, path, message, "too-long", repair="is this the right file?")
             raise _Stop
         if match := _PLACEHOLDER.match(self.text, self.at):
             return self.unfilled(match[0], placeholder(match[0]) or match[0], path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from engine.contracts import EngineError, OnLayoutChange, SavedLayout
 from engine.data.stream import DatasetState, Position, RankStream, Split, StreamItem
@@ -40,8 +40,13 @@ class DistributedLoader(Iterable[Any]):
 
     **Workers** are started by a fork server, because a forked copy of a process that runs gloo, NCCL or CUDA threads
     may deadlock. So dataset and ``collate_fn`` must be picklable and a script needs ``if __name__ == "__main__":``;
-    ``multiprocessing_context`` chooses another start method. In each worker the generators of Python, NumPy and torch
-    are seeded by (seed, epoch, position, dp_rank, worker). Nothing here draws from the training process's generators.
+    ``multiprocessing_context`` chooses another start method. Nothing here draws from the training process's generators.
+
+    **Random datasets.** In a worker the generators of Python, NumPy and torch are seeded anew for each sample, by
+    (seed, epoch, its index): what a sample draws depends neither on the worker, nor on the ranks, nor on where the run
+    was resumed. For a stream they are seeded by (seed, epoch) on every rank, so that reading it again draws the same;
+    one that resumes by its own ``state_dict`` keeps its generators there. A generator of the dataset's own is its own
+    affair.
 
     Raises EngineError for sizes below 1, a rank outside dp_size, an empty dataset, one smaller than a global batch
     where ``drop_last`` is on, and a dataset that cannot be sent to workers.
@@ -207,7 +212,8 @@ class DistributedLoader(Iterable[Any]):
             "generator": generator(self.seed, "data_workers", epoch),
         }
         if self.num_workers:
-            common["worker_init_fn"] = _WorkerSeed(self.seed, epoch, consumed, self.split.dp_rank)
+            place = (consumed,) if self._dataset_state is not None else ()
+            common["worker_init_fn"] = _WorkerSeed(self.seed, epoch, *place)
             common["multiprocessing_context"] = self.multiprocessing_context
             if self.multiprocessing_context == "forkserver":
                 # Without it each worker of each epoch imports torch anew, for seconds. Heeded until the server starts.
@@ -219,7 +225,8 @@ class DistributedLoader(Iterable[Any]):
             yield from _start(DataLoader(stream, batch_size=None, collate_fn=_unchanged, **common))
         else:
             indices = self._sample_indices()
-            for batch in _start(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self.collate_fn, **common)):
+            samples = _SeededSamples(self.dataset, self.seed, epoch) if self.num_workers else self.dataset
+            for batch in _start(DataLoader(samples, batch_sampler=indices, collate_fn=self.collate_fn, **common)):
                 yield StreamItem(batch, None)
 
     def _sample_indices(self) -> Iterator[list[int]]:
@@ -292,14 +299,40 @@ def sample_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 class _WorkerSeed:
     """Seeds the generators of a worker process, for datasets that draw random numbers."""
 
-    def __init__(self, seed: int, epoch: int, consumed: int, dp_rank: int) -> None:
-        self.stream = (seed, "data_worker", epoch, consumed, dp_rank)
+    def __init__(self, seed: int, epoch: int, *place: int) -> None:
+        self.seed = seed
+        self.purpose: tuple[int | str, ...] = ("data_worker", epoch, *place)
 
     def __call__(self, worker: int) -> None:
-        seed = stream_seed(*self.stream, worker)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        _seed_generators(stream_seed(self.seed, *self.purpose, worker))
+
+
+class _SeededSamples(Dataset[Any]):
+    """``dataset`` in a worker: the generators are seeded before each sample by what it is."""
+
+    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
+        self.dataset, self.stream = dataset, (seed, "data_sample", epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        _seed_generators(stream_seed(*self.stream, index))
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Datasets that read whole batches at once (torch's undocumented protocol) are seeded by the first index."""
+        read = getattr(self.dataset, "__getitems__", None)
+        if read is None:
+            return [self[index] for index in indices]
+        _seed_generators(stream_seed(*self.stream, indices[0]))
+        return read(indices)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _start(loader: DataLoader[Any]) -> Iterator[Any]:

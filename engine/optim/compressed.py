@@ -50,6 +50,8 @@ class LocalReduction(Protocol):
 
     stays_local: Callable[[Any], bool]
 
+    def publish(self) -> None: ...
+
 
 @dataclass(eq=False)
 class Flat:
@@ -162,13 +164,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.flats: list[Flat] = []
         self._of_bucket: dict[int, Flat] = {}
         self._group = ShardGroup.alone()
+        self._publish: Callable[[], None] = lambda: None
         super().__init__(params, {**defaults, "step": 0})
 
     # --- connecting ------------------------------------------------------------------------------------------
 
     def connect(self, reduction: LocalReduction, group: ShardGroup) -> None:
         """Step on the buckets of ``reduction``, whose ranks are ``group``. Raises EngineError for a model in fp64."""
-        self._group = group
+        self._group, self._publish = group, reduction.publish
         for bucket in reduction.buckets:
             if bucket.master.dtype != torch.float32:
                 raise EngineError(
@@ -244,9 +247,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """For the monitors. ``Train/compression_stage``: 0 while gradients are all-reduced, 1 from then on."""
         raise NotImplementedError
 
-    def settle(self) -> bool:
-        """Make the ranks hold the same parameters, where the algorithm lets them differ. Whether any changed."""
-        return False
+    def settle(self) -> None:
+        """Collective. Make the ranks hold the same parameters, where the algorithm lets them differ."""
 
     # --- the step --------------------------------------------------------------------------------------------
 

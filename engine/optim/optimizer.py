@@ -29,7 +29,7 @@ class OwnReduction(Protocol):
     """What an optimizer has more where it reduces by itself (engine/optim/compressed.py)."""
 
     def scalars(self) -> Mapping[str, float]: ...
-    def settle(self) -> bool: ...
+    def settle(self) -> None: ...
     def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]: ...
     def state_was_loaded(self) -> None: ...
 
@@ -231,9 +231,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """What the optimizers inside say of themselves to the monitors."""
         return {name: value for optimizer in self._reducing() for name, value in optimizer.scalars().items()}
 
-    def settle(self) -> bool:
-        """Collective. Bring parameters together that differ between ranks; whether there were any."""
-        return sum(optimizer.settle() for optimizer in self._reducing()) > 0
+    def settle(self) -> None:
+        """Collective. Bring parameters together that differ between ranks."""
+        for optimizer in self._reducing():
+            optimizer.settle()
 
     def rank_tensors(self, create: bool = False) -> dict[str, torch.Tensor]:
         """Live tensors that belong to this rank alone, by name; ``create`` makes those that no step has made yet."""

@@ -40,7 +40,7 @@ class ScheduleState:
     def load(self, state: dict[str, Any], saved_layout: SavedLayout) -> None:
         """Raises EngineError when the saved state is another scheduler's, or of other parameter groups."""
         current = type(self.scheduler).__name__
-        if state["type"] != current:
+        if state["type"] not in (None, current):  # an imported checkpoint may not say
             raise EngineError(
                 f"The checkpoint holds the state of a {state['type']} learning-rate scheduler, but this run uses "
                 f"{current}; use the same one, or load with load_lr_scheduler_states=False to start {current} anew."

@@ -185,7 +185,8 @@ class ZeroOneAdam(CompressedOptimizer):
             flat.is_apart = False
 
     @torch.no_grad()
-    def settle(self) -> bool:
+    def settle(self) -> None:
         apart = [flat for flat in self.flats if flat.is_apart]
-        self._synchronise(apart)
-        return bool(apart)
+        if apart:
+            self._synchronise(apart)
+            self._publish()

@@ -107,13 +107,14 @@ class Difference:
 def diff(
     first: Source,
     second: Source,
-    world: World | int = 1,
+    world: World | int | None = None,
     *,
     overrides: Overrides = (),
     lenient: bool = False,
     facts: ModelFacts | None = None,
 ) -> Difference:
-    """What ``second`` does differently from ``first`` on so many ranks. ``overrides`` hold for both.
+    """What ``second`` does differently from ``first`` on so many ranks; None: the fewest that the sizes of ``first``
+    fit. ``overrides`` hold for both.
 
     Raises: ConfigError with the problems of both files, where there are any.
     """
@@ -125,6 +126,7 @@ def diff(
         except ConfigError as error:
             problems += error.problems
         else:
+            world = world or explained.world
             problems += explained.verdict.problems
             sides.append(explained)
     if problems:

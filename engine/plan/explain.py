@@ -12,13 +12,14 @@ from engine.config.load import examine as examine_source
 from engine.config.messages import ConfigError, Note, Problem
 from engine.config.places import join_path, parse_path
 from engine.plan.findings import Findings
+from engine.plan.fitting import fitting_world
 from engine.plan.inert import InertKeys
 from engine.plan.keys import SWITCHES, Key, all_keys
 from engine.plan.plan import Origin, Plan, World
 from engine.plan.resolve import sketch
 from engine.plan.sentences import SAY_WHY, sentence
 from engine.plan.subjects import DEFAULTS_THAT_MATTER, OF_16_BITS, subject_of
-from engine.plan.verdict import Verdict, validate
+from engine.plan.verdict import Verdict, verdict
 from engine.plan.world import imagined_world
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Explained:
 
 def explain(
     source: Source,
-    world: World | int = 1,
+    world: World | int | None = None,
     *,
     overrides: Overrides = (),
     auto: Mapping[str, Any] | None = None,
@@ -123,7 +124,8 @@ def explain(
 ) -> Explained:
     """What each key of a config does on so many ranks: `ptrain explain` as a function. Pure, and without torch.
 
-    A config with problems is explained as far as it can be read; they are in ``verdict`` and at the keys.
+    ``world``: the ranks, or how many; None: the fewest that its sizes fit. A config with problems is explained as far
+    as it can be read; they are in ``verdict`` and at the keys.
 
     Raises: ConfigError where nothing could be read at all.
     """
@@ -131,10 +133,12 @@ def explain(
     if found.config is None:
         raise ConfigError(found.problems)
     config = found.config
-    if isinstance(world, int):
+    if world is None:
+        world = fitting_world(config)
+    elif isinstance(world, int):
         world = imagined_world(config, world, "--world")
-    plan, findings = sketch(config, world, facts)
-    judged = validate(source, world, overrides=overrides, auto=auto, lenient=lenient, facts=facts)
+    plan, findings = sketch(config, world, facts, found.unclear)
+    judged = verdict(found, world, facts)
     keys = tuple(_explained(config, plan, findings, judged, found.notes))
     return Explained(config.source, config, world, plan, judged, keys)
 
@@ -142,6 +146,8 @@ def explain(
 def _explained(
     config: Config, plan: Plan | None, findings: Findings, judged: Verdict, notes: tuple[Note, ...]
 ) -> Iterator[Explanation]:
+    needed = {_canonical(config, path) for path in judged.needs_values}
+    not_built = {_canonical(config, path) for path in judged.not_built}
     resolved = {_canonical(config, value.path): value for value in findings.values}
     inert = InertKeys(config, plan)
     problems: dict[str, Problem] = {}
@@ -155,11 +161,11 @@ def _explained(
         if key.path in resolved:
             value, origin, reason = resolved[key.path].value, resolved[key.path].origin, resolved[key.path].reason
             value = list(value) if isinstance(value, tuple) else value
-        status, why = _status(key, value, inert, problems, judged)
+        status, why = _status(key, inert, problems, needed, not_built)
         if status == "conflict":
             found = problems[key.path].found
             value = value if found is None else found
-        elif status == "needs-value":
+        elif status == "needs-value" and key.path in config.autos:
             value = "auto"
         meaning = sentence(key.path, plan, value) if plan is not None and status == "acts" else None
         if meaning is None and value in SWITCHES.get(str(key.parts[-1]), ()) and len(key.parts) > 1:
@@ -169,7 +175,7 @@ def _explained(
             key=key.path,
             value=value,
             origin=origin,
-            source=_source(config, key, "user" if status == "needs-value" else origin),
+            source=_source(config, key, "user" if key.path in config.autos and status == "needs-value" else origin),
             subject=subject_of(key.path),
             status=status,
             meaning=meaning or key.description,
@@ -214,14 +220,14 @@ def _with_arguments_of_the_plan(config: Config, findings: Findings) -> Iterator[
 
 
 def _status(
-    key: Key, value: Any, inert: InertKeys, problems: dict[str, Problem], judged: Verdict
+    key: Key, inert: InertKeys, problems: dict[str, Problem], needed: set[str], not_built: set[str]
 ) -> tuple[Status, str]:
     problem = problems.get(key.path)
     if problem is not None:
         return "conflict", "; ".join(part for part in (problem.message, problem.repair) if part)
-    if key.path in judged.needs_values:
-        return "needs-value", 'it says "auto", and only you know the value: write it, or pass it with --set'
-    for path in judged.not_built:
+    if key.path in needed:
+        return "needs-value", "only you know the value: write it, or pass it with --set"
+    for path in not_built:
         if key.path == path or (key.path.startswith(path + ".") and key.absent is None):
             return "not-built", "this engine does not have it; training refuses the config until it is switched off"
     found = inert(key)

@@ -59,13 +59,11 @@ class InertKeys:
         return None
 
     def _by_section(self, key: Key) -> Inert | None:
-        for section in list(_prefixes(key.path))[1:]:
-            if section in self.remarks:
-                return Inert(self.remarks[section])
-        if key.switch is None or key.switch in WITHOUT_EFFECT or key.switch == key.path:
-            return None
         if key.path.startswith("fp16.") and self._scales_the_loss():
             return None
+        if key.switch is None or key.switch in WITHOUT_EFFECT or key.switch == key.path:
+            around = list(_prefixes(key.path))[1:]
+            return next((Inert(self.remarks[section]) for section in around if section in self.remarks), None)
         section, _, name = key.switch.rpartition(".")
         value = key.value if key.switch == key.path else value_at(self.config, key.switch)
         return Inert(f"{section} is off: {name} is {_json(value)}")

@@ -1,7 +1,7 @@
 """Ways to pack fp32 signs into bits and back, on one core: `python -m tests.bench.packing [MILLIONS]`.
 
-Speeds are GB/s of the fp32 side per second of processor time, so that other processes do not count; the package's ways
-write into buffers that are kept, as the collective does. The bar for what `engine.collectives.sign_bits` does is 1 GB/s.
+Speeds are GB/s of the fp32 side per second of processor time, so that other processes do not count. The package's ways
+write into buffers that are kept, as the collective does. The bar for `engine.collectives.sign_bits` is 1 GB/s.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ KEYS = ["verdict", "needs_values", "not_built", "problems", "notes"]
         ({"train_batch_size": "auto"}, 1, "needs-values", ["train_batch_size"], []),
         ({**BATCH, "amp": {"enabled": True}}, 1, "not-built", [], ["amp.enabled"]),
         (BATCH, 3, "invalid", [], []),
-        ({}, 1, "invalid", [], []),
+        ({}, 1, "needs-values", ["train_micro_batch_size_per_gpu"], []),
         ({**BATCH, "zzz": 1, "amp": {"enabled": True}}, 1, "invalid", [], ["amp.enabled"]),
     ],
 )

@@ -26,6 +26,7 @@ RUNGS = (
     "full_state",
     "window_checks",
     "window",
+    "weights",
     "model",
     "optim",
     "data",

@@ -97,6 +97,7 @@ SCHEDULER: Mapping[str, str] = MappingProxyType(
         "cycle_min_mom": "The lowest momentum of the cycle.",
         "cycle_max_mom": "The highest momentum of the cycle.",
         "decay_mom_rate": "Decay of momentum after the cycle.",
+        "compat": '"deepspeed": OneCycle as DeepSpeed computes it, in every detail.',
         "last_epoch": "Where the schedule goes on; -1: at the start.",
         "step_size": "Steps between two decays.",
         "gamma": "Factor of each decay.",

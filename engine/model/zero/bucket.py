@@ -1,8 +1,7 @@
-"""One flat bucket of stages 0 to 2: what it holds and whose gradients it waits for. buckets.py moves them."""
+"""A bucket of parameters: one flat buffer, its members, and their gradients on the way (buckets.py)."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,7 +55,7 @@ class Bucket:
     num_waiting: int = 0
     shards: list[tuple[ParameterShard, int]] = field(default_factory=list)
 
-    @functools.cached_property
+    @cached_property
     def name(self) -> str:
         first, last = self.members[0].info.name, self.members[-1].info.name
         return first if first == last else f"{last} to {first}"

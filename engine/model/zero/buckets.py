@@ -214,7 +214,8 @@ class BucketReduction:
         """What travels, where the sums will be, and the reduction on its way."""
         wire = collected if self._reduce_dtype in (None, collected.dtype) else collected.to(self._reduce_dtype)
         if self.shard_group.size > 1:
-            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds, f"reducing gradients of {bucket.name}")
+            what = f"reducing gradients of {bucket.name}"
+            return wire, self.shard_group.reduce_scatter(wire, bucket.bounds, what)
         return wire, self.replicate_group.all_reduce(wire, f"summing gradients of {bucket.name}")
 
     def _complete(self) -> None:

@@ -156,13 +156,23 @@ def test_eight_ranks(ranks):
         {"scale": "l1"},
         {"counts_padding": True},
         {"segments": [3, 40, 1, 56]},
+        {"segments": [1, 2, 1]},
+        {"segments": [1, 2, 1], "counts_padding": True},
         {"mask": (torch.arange(100) % 7 != 0).float()},
         {"segments": [50, 50], "mask": (torch.arange(100) < 50).float()},
     ],
-    ids=["l1", "counts_padding", "segments", "mask", "a segment that is masked"],
+    ids=[
+        "l1",
+        "counts_padding",
+        "segments",
+        "a rank of pads",
+        "segments and padding",
+        "mask",
+        "a segment that is masked",
+    ],
 )
 def test_variants(ranks, world, options):
-    check_against_oracle(ranks, world, 100, options)
+    check_against_oracle(ranks, world, sum(options.get("segments", [100])), options)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -55,7 +55,6 @@ WRONG: dict[str, tuple[str, str, Any]] = {
     "mics ranks": ('{"zero_optimization": {"stage": 3, "mics_shard_size": 3}}', "ranks", 3),
     "both": ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "conflict", True),
     "same key twice": ('{"bfloat16": {"enabled": true}, "bf16": {"enabled": false}}', "conflict", {"enabled": True}),
-    "no batch": ("{}", "missing-key", None),
     "batch": ('{"train_batch_size": 7}', "batch-arithmetic", 7),
     "no total": ('{"scheduler": {"type": "WarmupDecayLR"}}', "missing-key", None),
     "cycles": (

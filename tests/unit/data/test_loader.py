@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from engine.contracts import EngineError, SavedLayout, Stateful
 from engine.data.loader import DistributedLoader, RepeatingLoader, sample_order
@@ -316,6 +316,45 @@ def test_workers_change_neither_the_samples_nor_the_position() -> None:
     second = loader(24, 2, num_workers=2)
     second.load(state, layout(2))
     assert epoch(second) == expected[5:]
+
+
+def test_what_a_sample_draws_in_a_worker_depends_on_the_sample_alone() -> None:
+    def drawn(batches: Any) -> list[list[float]]:
+        return [row.tolist() for batch in batches for row in batch]
+
+    def noise(dp: int = 1, rank: int = 0, workers: int = 2) -> DistributedLoader:
+        return DistributedLoader(Noise(12), 2 // dp, 1, dp, rank, seed=7, num_workers=workers)
+
+    straight = drawn(noise())
+    stopped = noise()
+    batches = iter(stopped)
+    first = drawn([next(batches), next(batches)])
+    resumed = noise(workers=1)
+    resumed.load(stopped.state(), layout(2))
+    assert first + drawn(resumed) == straight
+    assert sorted(drawn(noise(2, 0)) + drawn(noise(2, 1))) == sorted(straight)
+    assert drawn(noise(2, 0)) != drawn(noise(2, 1))
+
+
+class Shuffled(IterableDataset[Any]):
+    """A stream in an order that it draws from a generator of the process."""
+
+    def __iter__(self) -> Any:
+        return iter(random.sample(range(12), 12))
+
+
+def test_a_stream_that_is_read_again_draws_the_same_order() -> None:
+    def stream(dp: int = 1, rank: int = 0) -> DistributedLoader:
+        return DistributedLoader(Shuffled(), 2 // dp, 1, dp, rank, seed=7, num_workers=1)
+
+    straight = epoch(stream())
+    stopped = stream()
+    batches = iter(stopped)
+    first = epoch([next(batches), next(batches)])
+    resumed = stream()
+    resumed.load(stopped.state(), layout(2))
+    assert first + epoch(resumed) == straight
+    assert steps([epoch(stream(2, 0)), epoch(stream(2, 1))], 1) == [sorted(batch) for batch in straight]
 
 
 def test_workers_draw_from_streams_of_their_own() -> None:
