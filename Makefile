@@ -40,6 +40,7 @@ bench: $(VENV)/.installed ## measure this engine beside its peers; writes docs/b
 	@$(BIN)/python -m tests.bench.run --size tiny --size medium --output docs/benchmarks/engines.md $(BENCH_ARGUMENTS)
 	@$(BIN)/python -m tests.bench.paired --rows ddp,engine-s0,hand-s0,engine-s1,hand-s1,engine-s2,hand-s2,engine-s3,hand-s3 --output docs/benchmarks/in_turn.md
 	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
+	@$(BIN)/python -m tests.bench.checkpoints --output docs/benchmarks/checkpoints.md
 
 bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what AdamW learns? goes on where it stopped
 	@$(BIN)/python -m tests.bench.convergence --output docs/benchmarks/one_bit.md $(BENCH_ARGUMENTS)

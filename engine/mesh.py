@@ -61,7 +61,7 @@ class Mesh:
     def control_group(self) -> dist.ProcessGroup | None:
         """All ranks, for agreements. On gloo a group of its own: of two ranks in different collectives of one group,
         each would take the other's data for its own."""
-        if self.world_size == 1 or "gloo" not in dist.get_backend_config(dist.group.WORLD):
+        if self.world_size == 1 or not is_gloo_alone(dist.group.WORLD):
             return self.group("world")
         world = dist.group.WORLD
         assert world is not None
@@ -79,6 +79,11 @@ class Mesh:
         """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
         call it; None where this rank is alone."""
         return dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+
+def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether every device's collectives of ``group`` (None: all ranks) run on gloo."""
+    return {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:

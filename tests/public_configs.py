@@ -31,8 +31,8 @@ REASONS = {
     "unknown-key": "a key that does not exist there: DeepSpeed ignores or refuses it",
     "unknown-argument": "an argument that the optimizer or schedule does not have",
     "batch-arithmetic": "batch sizes that fit no number of ranks",
-    "conflict": "a value that DeepSpeed replaces or refuses",
-    "value": "a value of another type",
+    "conflict": "keys that contradict each other",
+    "value": "a value that the key does not take: DeepSpeed replaces or ignores it",
 }
 """Why a config is invalid, by the kind of its problem."""
 

@@ -27,6 +27,7 @@ from engine.checkpoint.synced_file import SyncedFile
 BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MIN_RUN_BYTES = 64 << 10
+_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,16 @@ def hash_of(path: Path) -> str:
     """XXH3, 128 bits (https://github.com/Cyan4973/xxHash): finds accidents, at the speed of memory; no forgeries."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(BLOCK_BYTES))
+    position = 0
     with open(path, "rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
+        while True:
+            if hasattr(os, "posix_fadvise"):  # the kernel's own read-ahead is too short to keep a disk busy
+                os.posix_fadvise(file.fileno(), position, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            num_bytes = file.readinto(buffer)
+            if not num_bytes:
+                break
             digest.update(buffer[:num_bytes])
+            position += num_bytes
     return digest.hexdigest()
 
 

@@ -57,9 +57,13 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if not first.startswith("-") and first not in COMMANDS:
         raise EngineError(_no_such_command(first))
     name, rest = (first, arguments[1:]) if first in COMMANDS else ("train", arguments)
-    module = f"{name}_checkpoint" if iskeyword(name) else name.replace("-", "_")
-    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{module}").run
+    run: Callable[[Sequence[str]], int] = import_module(f"engine.cli.{module_of(name)}").run
     return run(rest)
+
+
+def module_of(command: str) -> str:
+    """The file of a command: its name, where Python allows that."""
+    return f"{command}_checkpoint" if iskeyword(command) else command.replace("-", "_")
 
 
 def overview() -> str:

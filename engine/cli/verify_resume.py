@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.options import Parser, add_config_options, positive, read_config, real_world
-from engine.cli.resume_verdict import first_difference
 from engine.cli.scaled import scaled_overrides
 from engine.cli.train import base_of, check_can_train, model_and_data
 from engine.contracts import EngineError, RunFailed
@@ -34,6 +33,7 @@ def run(argv: Sequence[str]) -> int:
     config, done = _small_config(arguments)
     if arguments.until is not None:
         return _part(arguments, config)
+    from engine.cli.resume_verdict import first_difference
     from engine.plan import plan
 
     environment = RankEnvironment.read()

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from engine.contracts import RunFailed
+from engine.mesh import is_gloo_alone
 from engine.torch_compat import store_of
 
 _BREAK_TAG = (1 << 31) - 1
@@ -61,7 +62,7 @@ class _Waiting:
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             message = self._watch.explain(self._ticket, error)
             self._watch.waiting = None
-            raise RunFailed(message) from error
+            raise RunFailed(message) from None
         self._watch.waiting = None
         self._watch.num_completed += 1
 
@@ -196,7 +197,7 @@ class StallWatch:
             return
         ticket = waiting[0]
         group = ticket.group or dist.group.WORLD
-        if "gloo" not in dist.get_backend_config(group):
+        if not is_gloo_alone(group):
             group.abort()  # type: ignore[union-attr]
             return
         peer = next(rank for rank in ticket.ranks if rank != self._rank)

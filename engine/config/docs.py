@@ -36,6 +36,7 @@ trailing commas, CRLF, BOM. Keys that begin with `_` or `//`, and `$schema`, are
 
 Every problem of a file is reported at once, with file, line and column, what was found, what is allowed and the repair.
 An unknown key is an error with the nearest known spelling; `"strict": false` or `--lenient` makes it a note.
+`ptrain validate` checks a file for `--world N` ranks, or for the fewest that its sizes fit.
 `--set path=value` changes any key from the command line. `schemas/ptrain.schema.json` gives completion in editors:
 
 ```json
@@ -68,6 +69,14 @@ DIFFERENCES = (
         "resolved as listed above, or listed as needing a value",
         "dropped without a word, or a TypeError",
     ),
+    ("no batch size at all", "needs a value", "an AssertionError"),
+    ("a section with settings and without `enabled`", "off, with a note", "off, or a KeyError"),
+    ("`zero_optimization.offload_param`, `zero_quantized_*` below stage 3", "a note", "ignored"),
+    ("`zero_optimization.mics_shard_size`, `zero_hpz_partition_size` below stage 3", "an error", "ignored"),
+    ("`tensorboard.output_path: null`", "the default, with a note", "documented, and an error"),
+    ("`warmup_num_steps: 0`", "no warm-up", "an error"),
+    ("`optimizer.params` that the type does not have", "an error", "a TypeError; dropped for Muon"),
+    ("`amp` beside ZeRO, fp16 or bf16", "an error of the config", "an AssertionError when the engine is built"),
     ("duplicate keys", "an error that names both lines", "an error for files, not for base64"),
     ("a dict passed as config", "never changed", "changed in place"),
 )

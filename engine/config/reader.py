@@ -300,7 +300,7 @@ class _Reader:
             return _UNREADABLE
         if word[0].isdigit() or (word[0] in "+-." and len(word) > 1):
             self.problem(
-                start, path, f"{show(word)} is not a JSON number", found=show(word), allowed="such as 12, -0.5, 5e8"
+                start, path, f"{show(word)} is not a JSON number", found=word[:60], allowed="such as 12, -0.5, 5e8"
             )
             return _UNREADABLE
         if word[0].isalpha() or word[0] in "_$@%<":
@@ -308,10 +308,10 @@ class _Reader:
             if word.lower() == word and word.isalpha():
                 self.at += len(word)
                 shown = show(word)
-                self.problem(start, path, f"the text {shown} has no quotes", found=shown, repair=f"write {shown}")
+                self.problem(start, path, f"the text {shown} has no quotes", found=word[:60], repair=f"write {shown}")
                 return _UNREADABLE
             return self.unfilled(word, word.strip("$@%<>") or word, path)
-        self.problem(start, path, f"{show(word)} is not a JSON value", found=show(word))
+        self.problem(start, path, f"{show(word)} is not a JSON value", found=word[:60])
         return _UNREADABLE
 
     def number(self, word: str, path: Path, start: int) -> Any:

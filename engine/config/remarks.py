@@ -24,6 +24,7 @@ SERVICES = {
 SPOKEN_FOR = frozenset({*SERVICES, "comms_logger", "data_efficiency", "data_sampling", "data_routing"})
 """Sections whose switch is not read, or of which another note speaks."""
 
+NOT_SWITCHED_ON = "off: enabled is not given"
 _SWITCHES_INSIDE = "only the switches inside the section count, as in DeepSpeed"
 
 WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -126,7 +127,7 @@ def _switches(config: Config, section: Section, above: str) -> Iterator[tuple[st
         switch = type(inner).model_fields.get("enabled")
         is_off = switch is not None and switch.default is False and "enabled" not in inner.model_fields_set
         if is_off and inner.model_fields_set and f"{path}.enabled" not in config.autos and key not in SPOKEN_FOR:
-            yield path, "off: enabled is not given"
+            yield path, NOT_SWITCHED_ON
         yield from _switches(config, inner, path + ".")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config.remarks import WITHOUT_EFFECT, remarks
+from engine.config.remarks import NOT_SWITCHED_ON, WITHOUT_EFFECT, remarks
 from engine.plan.findings import plural
 from engine.plan.ineffective import INEFFECTIVE, at_this_stage, value_at
 
@@ -31,7 +31,7 @@ class InertKeys:
 
     def __init__(self, config: Config, plan: Plan | None) -> None:
         self.config, self.plan = config, plan
-        self.remarks = dict(remarks(config))
+        self.remarks = {path: why for path, why in remarks(config) if why != NOT_SWITCHED_ON}
         self.ineffective = {entry.path: entry for entry in INEFFECTIVE}
 
     def __call__(self, key: Key) -> Inert | None:

@@ -214,6 +214,7 @@ def draw(setting: Setting, found: Results, path: Path) -> None:
     above.yaxis.set_minor_formatter("{x:.2f}")
     above.legend(fontsize=8)
     below.axhspan(-100 * MAX_WORSE, 100 * MAX_WORSE, color="grey", alpha=0.15)
+    below.set_ylim(-8, 12)
     below.set_ylabel("% above AdamW")
     below.set_xlabel("step")
     figure.tight_layout()

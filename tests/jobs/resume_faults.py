@@ -32,7 +32,7 @@ class Disorderly(Points):
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
         self.turn += 1
-        turned = indices if self.turn % 2 else indices[::-1]
+        turned = indices if self.turn % 3 else indices[::-1]
         return [{"x": torch.full((6,), float(index)), "y": torch.ones(2)} for index in turned]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import engine
-from tests.parity.small import ADAMW, Case, Layers, Regression, config_of, regression_batch
+from tests.parity.small import ADAMW, Case, Layers, Regression, config_of, regression_batch, run_steps
 from tests.parity.toy import part
 
 WORLD = 2
@@ -126,3 +126,64 @@ def test_one_process_needs_no_group():
     assert model_engine.full_gradient("scale").shape == ()
     model_engine.step()
     assert model_engine.full_parameters().keys() == dict(model_engine.module.named_parameters()).keys()
+
+
+# --- in every precision and with every kind of owner ---------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+    "bf16 sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "predivided": {"gradient_predivide_factor": 2.0, "prescale_gradients": True},
+    "whole matrices": {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}},
+    "clipped": {"gradient_clipping": 0.05},
+}
+MATRIX, VECTOR = "layers.0.weight", "layers.4.bias"
+
+
+def edit_in_each(stage: int, names: list[str], zero_options: dict[str, Any]) -> dict[str, Any]:
+    """One step on edited gradients, one more on what came; gradients, norms, and the weights after it."""
+    seen: dict[str, Any] = {}
+    for name in names:
+        case = Case(Layers, zero=zero_options)
+        model_engine, *_ = engine.initialize(model=case.model(), config=config_of(stage, 1, case, **VARIANTS[name]))
+        size = dist.get_world_size()
+        model_engine.backward(model_engine(**part(regression_batch(0), dist.get_rank(), size)))
+        gradients = model_engine.full_gradients()
+        model_engine.set_full_gradients({MATRIX: gradients[MATRIX] * 0.5 + 0.01, VECTOR: gradients[VECTOR] + 0.25})
+        again = model_engine.full_gradients([MATRIX, VECTOR])
+        model_engine.step()
+        norm = model_engine.get_global_grad_norm()
+        run_steps(model_engine, regression_batch, 1, first=1)
+        seen[name] = {"gradients": gradients, "again": again, "norm": norm, "after": model_engine.full_parameters()}
+        model_engine.destroy()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def edited(ranks):
+    return functools.cache(lambda stage: ranks(WORLD).run(edit_in_each, stage, list(VARIANTS), {}))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_edited_gradients_are_what_the_optimizer_gets(edited, name, stage):
+    tolerance = 2e-2 if name in ("fp16", "bf16 sums") else 1e-5
+    expected = edited(0)[0][name]
+    for outcome in (rank[name] for rank in edited(stage)):
+        gradients = {**outcome["gradients"], **outcome["again"]}
+        torch.testing.assert_close(gradients[MATRIX], outcome["gradients"][MATRIX] * 0.5 + 0.01, rtol=1e-2, atol=1e-3)
+        norm = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm().item()
+        assert outcome["norm"] == pytest.approx(norm, rel=1e-5)
+        for key in ("gradients", "after"):
+            for parameter, tensor in expected[key].items():
+                torch.testing.assert_close(outcome[key][parameter], tensor, rtol=tolerance, atol=tolerance)
+
+
+def test_groups_of_ranks_hand_out_the_same(ranks):
+    names = ["clipped", "whole matrices"]
+    expected = ranks(4).run(edit_in_each, 0, names, {})[0]
+    for outcome in ranks(4).run(edit_in_each, 3, names, {"mics_shard_size": 2}):
+        for name in names:
+            assert outcome[name]["norm"] == pytest.approx(expected[name]["norm"], rel=1e-6)
+            for parameter, tensor in expected[name]["after"].items():
+                torch.testing.assert_close(outcome[name]["after"][parameter], tensor, rtol=0, atol=1e-5)

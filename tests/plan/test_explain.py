@@ -44,11 +44,10 @@ def every_section() -> dict[str, Any]:
         for part in path[:-1]:
             node = node.setdefault(part, {})
     metrics = {"curriculum_metrics": {"seqlen": {}}}
-    groups = {"different_groups": {"seqlen": {"params": {}}}}
-    tree["compression_training"] = {
-        name: (groups if "different_groups" in inner else inner) for name, inner in tree["compression_training"].items()
-    }
     tree["data_efficiency"]["data_sampling"]["curriculum_learning"] = metrics
+    for technique in tree["compression_training"].values():
+        if "different_groups" in technique:
+            technique["different_groups"] = {"seqlen": technique["different_groups"]}
     tree["tensor_parallel"]["partition_config"]["layer_specs"] = [{}]
     tree["zero_optimization"]["offload_param"] = {"device": "none"}
     for section in ("optimizer", "scheduler"):
@@ -209,8 +208,8 @@ def test_a_long_warm_up_is_remarked_on() -> None:
 
 def test_conflicts_needs_and_what_is_not_built_stand_at_their_keys() -> None:
     config = {
-        "train_batch_size": 7, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "hybrid_engine": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "seed": "many",
+        "train_batch_size": 7, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "amp": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "seed": "many", "autotuning": {"enabled": True},
     }  # fmt: skip
     explained = explain(config, 2)
     found = {key.key: key for key in explained.keys}
@@ -218,13 +217,14 @@ def test_conflicts_needs_and_what_is_not_built_stand_at_their_keys() -> None:
     assert "7 = 3 x 2 + 1" in found["train_batch_size"].reason
     assert (found["seed"].status, found["seed"].value) == ("conflict", "many")
     assert (found["optimizer.params.lr"].status, found["optimizer.params.lr"].value) == ("needs-value", "auto")
-    assert found["hybrid_engine.enabled"].status == "not-built"
+    assert found["amp.enabled"].status == "conflict"
+    assert found["autotuning.enabled"].status == "not-built"
     assert explained.verdict.exit_code == 2
     text = explained.render(100)
     assert "PROBLEM" in text
     assert "NEEDS A VALUE" in text
     assert "NOT BUILT HERE" in text
-    assert "2 problems" in text or "3 problems" in text
+    assert f"{len(explained.verdict.problems)} problems" in text
 
 
 def test_where_values_come_from(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_lines_fit(columns: int, everything: bool) -> None:
     lines = explain(EXAMPLE, 2).render(columns, everything).splitlines()
     heads = {line for line in lines if line.startswith("  ") and not line.startswith("   ")}
     assert max(len(line) for line in lines if line not in heads) <= columns
-    assert max(map(len, lines)) <= columns + 60
+    assert max(map(len, lines)) <= columns + 50
 
 
 def test_the_example_reads_well() -> None:

@@ -65,4 +65,4 @@ def test_the_page_shows_what_is_printed(folder: Path) -> None:
 def test_every_command_has_its_place() -> None:
     text = PAGE.read_text("utf-8")
     for command in COMMANDS:
-        assert f"bin/ptrain {command} " in text or f"`ptrain {command}" in text or command == "train"
+        assert f"`{command}`" in text or f"`ptrain {command}" in text or command == "train"

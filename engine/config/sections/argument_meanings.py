@@ -28,7 +28,11 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
         "max_coeff": "The largest trust ratio.",
         "min_coeff": "The smallest trust ratio.",
         "eps_inside_sqrt": "Add eps before the square root.",
-        "compat": '"deepspeed": trust ratios of the update without bias correction.',
+        "compat": '"deepspeed": the update as DeepSpeed computes it.',
+        "compression_unit": 'What shares one scale: "bucket", "group" or "tensor".',
+        "compression_scale": 'How the scale of the signs is found: "rms" or "l1".',
+        "compression_of": 'What becomes signs: the "update" or the "momentum".',
+        "max_update": "Largest move of an element once the variance is frozen, in learning rates; 0: no bound.",
         "exclude_from_adaptation": "Parameters that are updated without a trust ratio.",
         "momentum": "Share of the previous update that is carried over.",
         "dampening": "Share of the gradient that momentum leaves out.",
@@ -73,6 +77,7 @@ OPTIMIZER: Mapping[str, str] = MappingProxyType(
 
 SCHEDULER: Mapping[str, str] = MappingProxyType(
     {
+        "compat": '"deepspeed": the momentum begins at its minimum, and the second beta is 0.99.',
         "last_batch_iteration": "Where the schedule goes on; -1: at the start.",
         "warmup_min_lr": "The learning rate at the start of the warm-up.",
         "warmup_max_lr": "The learning rate at the end of the warm-up; null: the optimizer's.",
@@ -97,7 +102,6 @@ SCHEDULER: Mapping[str, str] = MappingProxyType(
         "cycle_min_mom": "The lowest momentum of the cycle.",
         "cycle_max_mom": "The highest momentum of the cycle.",
         "decay_mom_rate": "Decay of momentum after the cycle.",
-        "compat": '"deepspeed": OneCycle as DeepSpeed computes it, in every detail.',
         "last_epoch": "Where the schedule goes on; -1: at the start.",
         "step_size": "Steps between two decays.",
         "gamma": "Factor of each decay.",

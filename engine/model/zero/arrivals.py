@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -33,14 +32,25 @@ def running_scale() -> float | None:
     return _running[-1] if _running else None
 
 
-@dataclass
-class Inspection:
-    """``first``: the lowest registry index whose gradient was not finite. Looking waits for the device, so it is done
-    only in the window after a skipped step."""
+class Arrivals:
+    """The part of a `Reduction` that knows of gradients as they come; its hooks call `_note_arrival`."""
 
-    is_on: bool = False
-    first: int | None = None
+    def __init__(self) -> None:
+        self._scales: set[float | None] = set()
+        self._inspects = False
+        self._first: int | None = None
 
-    def look(self, index: int, gradient: Tensor) -> None:
-        if self.is_on and (self.first is None or index < self.first) and not bool(gradient.isfinite().all()):
-            self.first = index
+    def _note_arrival(self, index: int, gradient: Tensor) -> None:
+        self._scales.add(running_scale())
+        if self._inspects and (self._first is None or index < self._first) and not bool(gradient.isfinite().all()):
+            self._first = index
+
+    def scales(self) -> set[float | None]:
+        return self._scales
+
+    def inspect(self, next_window: bool) -> None:
+        """Looking at a gradient waits for the device, so it is done only in the window after a skipped step."""
+        self._inspects, self._first = next_window, None
+
+    def first_nonfinite_arrival(self) -> int | None:
+        return self._first

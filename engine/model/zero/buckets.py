@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.model.zero.arrivals import Inspection, running_scale
+from engine.model.zero.arrivals import Arrivals
 from engine.model.zero.bucket import Bucket, Member
 from engine.model.zero.shards import first_nonfinite, sum_of_squares
 from engine.torch_compat import foreach_add_, foreach_copy_
@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2
 """Reductions that run at once: one on the wire while the next bucket fills. More would hold more buffers."""
 
 
-class BucketReduction:
+class BucketReduction(Arrivals):
     """The `Reduction` role of stages 0 to 2. See the table above.
 
     ``divisor``: the gradients behind the shards are sums; dividing by it gives what the config asks for (the mean
@@ -48,6 +48,7 @@ class BucketReduction:
         predivide_factor: float,
         divisor: float,
     ) -> None:
+        super().__init__()
         self.buckets = list(buckets)
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.stage = stage
@@ -60,8 +61,6 @@ class BucketReduction:
         self._overlaps = True
         self._has_deferred = False
         self._num_rounds = 0
-        self._scales: set[float | None] = set()
-        self.arrivals = Inspection()
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._hooks = [
@@ -78,8 +77,7 @@ class BucketReduction:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self._scales.add(running_scale())
-            self.arrivals.look(member.info.index, gradient)
+            self._note_arrival(member.info.index, gradient)
             if member.arrived:
                 # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
                 # reductions wait for the end of the backward, when all has come; what was sent too early follows.
@@ -255,17 +253,8 @@ class BucketReduction:
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
-    def inspect(self, next_window: bool) -> None:
-        self.arrivals = Inspection(next_window)
-
-    def first_nonfinite_arrival(self) -> int | None:
-        return self.arrivals.first
-
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
-
-    def scales(self) -> set[float | None]:
-        return self._scales
 
     @torch.no_grad()
     def adopt_gradients(self, indices: set[int]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
-from engine.model.zero.arrivals import Inspection, running_scale
+from engine.model.zero.arrivals import Arrivals
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
@@ -135,7 +135,7 @@ def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[
     return groups
 
 
-class FullyShardedReduction:
+class FullyShardedReduction(Arrivals):
     """The `Reduction` role of stage 3: FSDP2 reduces in every backward, this class reads the result."""
 
     def __init__(
@@ -147,6 +147,7 @@ class FullyShardedReduction:
         mesh: Mesh,
         shard_group: ShardGroup,
     ) -> None:
+        super().__init__()
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
@@ -157,8 +158,6 @@ class FullyShardedReduction:
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
         self._used: set[int] = set()
-        self._scales: set[float | None] = set()
-        self.arrivals = Inspection()
         self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -192,9 +191,8 @@ class FullyShardedReduction:
 
     def _note_use(self, index: int, parameter: Tensor) -> None:
         self._used.add(index)
-        self._scales.add(running_scale())
         if parameter.grad is not None:
-            self.arrivals.look(index, parameter.grad)
+            self._note_arrival(index, parameter.grad)
 
     def begin_backward(self, last: bool) -> None:
         pass  # FSDP2 reduces in every backward
@@ -226,17 +224,8 @@ class FullyShardedReduction:
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
-    def inspect(self, next_window: bool) -> None:
-        self.arrivals = Inspection(next_window)
-
-    def first_nonfinite_arrival(self) -> int | None:
-        return self.arrivals.first
-
     def untouched(self) -> list[int]:
         return [info.index for info, _ in self.parameters if info.index not in self._used]
-
-    def scales(self) -> set[float | None]:
-        return self._scales
 
     @torch.no_grad()
     def adopt_gradients(self, indices: set[int]) -> None:

@@ -10,6 +10,7 @@ from engine.collectives.agreement import Agreement
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
+from engine.contracts import EngineError
 
 EVEN = {2: [0, 4, 8], 3: [0, 3, 6, 9]}
 UNEVEN = {2: [0, 7, 8], 3: [0, 0, 5, 9]}
@@ -64,7 +65,7 @@ def test_a_group_of_one_sends_nothing():
 def agree() -> tuple[dict[str, float], set[int], tuple[int, int] | None, tuple[int, int] | None]:
     agreement = Agreement(ShardGroup(dist.group.WORLD, "world", Ledger()), torch.device("cpu"))
     rank = dist.get_rank()
-    sums = agreement.sum({"a": rank + 1.0, "b": torch.tensor(0.5), "c": True}, "a test")
+    sums = agreement.sum({"a": rank + 1.0, "b": torch.tensor(0.5), "c": True}, "step()")
     common = agreement.common([0, 2] if rank else [2, 3], 4)
     lowest = agreement.lowest((rank, 7) if rank else None)
     return sums, common, lowest, agreement.lowest(None)
@@ -73,6 +74,22 @@ def agree() -> tuple[dict[str, float], set[int], tuple[int, int] | None, tuple[i
 def test_agreement(ranks):
     for answer in ranks(3).run(agree):
         assert answer == ({"a": 6.0, "b": 1.5, "c": 3.0}, {2}, (1, 7), None)
+
+
+def disagree() -> str:
+    agreement = Agreement(ShardGroup(dist.group.WORLD, "world", Ledger()), torch.device("cpu"))
+    try:
+        agreement.sum({"a": 1.0}, "step()" if dist.get_rank() else "eval_batch()")
+    except EngineError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_an_agreement_on_different_calls_is_refused_alike(ranks):
+    messages = ranks(3).run(disagree)
+    assert len(set(messages)) == 1
+    assert "rank 0 in eval_batch()" in messages[0]
+    assert "rank 1, 2 in step()" in messages[0]
 
 
 def fsdp_collectives() -> tuple[list[float], list[float], bool]:
