@@ -89,6 +89,7 @@ def build(
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
         settings=plan.config.checkpoint,
+        ledger=ledger,
     )
     state.add(None if isinstance(schedule, NoSchedule) else ScheduleState(schedule), precision, loader, RandomStates())
     state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class MetricsFile(Watcher):
-    """Keys: step, loss, lr, grad_norm, loss_scale, tokens_per_second, samples, tokens, skipped, seconds.
+    """Keys: step, loss, lr, grad_norm, loss_scale, tokens_per_second, samples, tokens, skipped, seconds, comm_bytes.
 
     `skipped` is true when this step's gradient was not finite and nothing was updated. `samples` and `tokens` are
-    totals of the run, `seconds` is the duration of this step. A value that is not finite is written as null. Each
-    line is flushed.
+    totals of the run, `seconds` is the duration of this step and `comm_bytes` what rank 0 sent in it. A value that is
+    not finite is written as null. Each line is flushed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,6 +45,7 @@ class MetricsFile(Watcher):
             "tokens": report.tokens_seen,
             "skipped": not report.applied,
             "seconds": seconds,
+            "comm_bytes": report.comm_bytes,
         }
         if self._file is None:
             self._file = self._open(report.step)
