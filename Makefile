@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow check format bench matrix docs wheel clean
+.PHONY: help train test test-slow check format bench bench-onebit bench-network matrix docs wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(VENV)/.installed ## install, then train the example GPT (under 3 minutes on 2 cores)
 	@PATH="$(abspath $(BIN)):$$PATH" bin/ptrain --config $(CONFIG) $(TRAIN_ARGUMENTS)
@@ -41,6 +41,12 @@ bench: $(VENV)/.installed ## measure this engine beside its peers; writes docs/b
 	@$(BIN)/python -m tests.bench.paired --rows ddp,engine-s0,hand-s0,engine-s1,hand-s1,engine-s2,hand-s2,engine-s3,hand-s3 --output docs/benchmarks/in_turn.md
 	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
 	@$(BIN)/python -m tests.bench.checkpoints --output docs/benchmarks/checkpoints.md
+
+bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what AdamW learns? goes on where it stopped
+	@$(BIN)/python -m tests.bench.convergence --output docs/benchmarks/one_bit.md $(BENCH_ARGUMENTS)
+
+bench-network: $(VENV)/.installed ## 1-bit optimizers between hosts on a slow network (Linux, root, iproute2)
+	@$(BIN)/python -m tests.bench.slow_network --output docs/benchmarks/slow_network.md $(BENCH_ARGUMENTS)
 
 matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; writes docs/benchmarks/matrix.md
 	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
@@ -72,6 +78,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-plot: $(VENV)/.installed
+	@echo "installing what pictures need"
+	@$(PIP) --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

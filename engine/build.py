@@ -91,6 +91,7 @@ def build(
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
         config=plan.config.raw,
         settings=plan.config.checkpoint,
+        ledger=ledger,
     )
     scheduled = None if isinstance(schedule, NoSchedule) else ScheduleState(schedule)
     state.add(scheduled, precision, loader, curriculum if isinstance(curriculum, Stateful) else None, RandomStates())

@@ -86,6 +86,11 @@ class StepReport:
     first_nonfinite: tuple[int, str] | None = None
     """The lowest rank that holds a non-finite gradient and the parameter's name, when the step was skipped."""
 
+    @property
+    def comm_bytes(self) -> int:
+        """What this rank sent in the step, over all axes (engine/collectives/ledger.py says how it is counted)."""
+        return sum(self.bytes_by_axis.values())
+
 
 @dataclass
 class SavedWork:

@@ -69,7 +69,7 @@ class Engine(Surface, LocalState):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self.global_tokens = 0
         self.layers_skipped = self.saved_layer_tokens = self.stop_requested = 0
         self._compute_dtype, self._autocast, self._state, self._on_destroy = compute_dtype, autocast, state, on_destroy
-        self._ledger, self._frozen = ledger, list(frozen)
+        self.ledger, self._frozen = ledger, list(frozen)
         self._agreement = Agreement(ShardGroup.of(mesh, "control", ledger), mesh.device)
         self._window = Window()
         self._accumulation_steps = plan.batch.accumulation_steps
@@ -82,6 +82,7 @@ class Engine(Surface, LocalState):
         state.add(Counters(self))
         roles.curriculum.follow(lambda: self.global_steps - self.skipped_steps)
         self._share_state()
+        ledger.book("start")
         watchers.on_start(plan)
 
     # --- one window ------------------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ class Engine(Surface, LocalState):
             place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
             seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
             self._window.num_forwards += 1
-        with self._autocast():
+        counted = contextlib.nullcontext() if torch.is_grad_enabled() else self.ledger.apart("evaluation")
+        with self._autocast(), counted:
             output = self.module(*args, **kwargs)
         if trains:
             self.roles.curriculum.check(output)
@@ -237,7 +239,7 @@ class Engine(Surface, LocalState):
             skipped_steps=self.skipped_steps,
             layers_skipped=self.layers_skipped,
             difficulties=difficulties,
-            bytes_by_axis=self._ledger.take(),
+            bytes_by_axis=self.ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
             scalars=self._require_optimizer().scalars(),
             nonfinite_kind=None if applied else "NaN" if math.isnan(agreed["sum_of_squares"]) else "inf",
@@ -283,7 +285,8 @@ class Engine(Surface, LocalState):
                 count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
         finally:
             self.module.train(was_training)
-        agreed = self._agreement.sum({"total": total, "count": count}, "eval_batch()")
+        with self.ledger.apart("evaluation"):
+            agreed = self._agreement.sum({"total": total, "count": count}, "eval_batch()")
         self._window.leave_out(started)
         return torch.tensor(agreed["total"] / agreed["count"])
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
+from engine.collectives.ledger import Ledger
 from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
@@ -48,6 +49,7 @@ class Surface:
     module: nn.Module
     plan: Plan
     mesh: Mesh
+    ledger: Ledger
     roles: Roles
     watchers: WatcherList
     optimizer: EngineOptimizer | None
@@ -182,7 +184,8 @@ class Surface:
                 self._window.num_micro_steps,
             )
         tag = tag or default_tag(self.global_steps)
-        self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, metric)
+        with self.ledger.apart("checkpoint"):
+            self._state.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, metric)
         self._window.leave_out(started)
         return True
 
@@ -212,21 +215,22 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
-        result = self._state.load(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            lr_scheduler=load_lr_scheduler_states and not load_module_only,
-            run=not load_module_only,
-            override_batch=override_batch,
-        )
-        if result[0] is not None:
-            self.roles.reduction.publish()
-            self._forget_window()
-            self.roles.schedule.accept()
-            if "data_loader" in self._state.restored:
-                self._batches = None
+        with self.ledger.apart("checkpoint"):
+            result = self._state.load(
+                load_dir,
+                tag,
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                lr_scheduler=load_lr_scheduler_states and not load_module_only,
+                run=not load_module_only,
+                override_batch=override_batch,
+            )
+            if result[0] is not None:
+                self.roles.reduction.publish()
+                self._forget_window()
+                self.roles.schedule.accept()
+                if "data_loader" in self._state.restored:
+                    self._batches = None
         return result
 
     def save_16bit_model(

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-
 from engine.checkpoint.errors import CheckpointError, attempt, summarise
+from engine.collectives.ledger import Account, Ledger
+from engine.collectives.objects import ObjectGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,25 +73,18 @@ class Alone(Exchange):
 
 
 class TorchExchange(Exchange):
-    """Over a `torch.distributed` process group (None: the default one), gloo or NCCL.
+    """Over a `torch.distributed` process group (None: the default one), gloo or NCCL; counted in ``ledger``."""
 
-    Pickle is used between live ranks of one job only, by torch's object collectives; never for anything on disk.
-    """
-
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+    def __init__(self, group: ProcessGroup | None = None, ledger: Ledger | Account | None = None) -> None:
+        self._objects = ObjectGroup(group, ledger)
+        self.rank, self.world_size = self._objects.rank, self._objects.size
 
     def gather(self, value: Any) -> list[Any] | None:
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered, group=self._group, group_dst=0)
-        return gathered
+        return self._objects.gather(value)
 
     def broadcast(self, value: T | None) -> T:
-        holder: list[Any] = [value]
-        dist.broadcast_object_list(holder, group=self._group, group_src=0)
-        return holder[0]
+        shared: T = self._objects.broadcast(value)
+        return shared
 
 
 def exchange_of(group: ProcessGroup | Exchange | None, rank: int, world_size: int) -> Exchange:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.background import BackgroundWriter
 from engine.checkpoint.errors import CheckpointError
-from engine.checkpoint.exchange import TorchExchange, exchange_of
+from engine.checkpoint.exchange import Alone, TorchExchange
 from engine.checkpoint.loading import load_client_state, load_tensors
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
@@ -27,6 +27,7 @@ from engine.checkpoint.report import describe
 from engine.checkpoint.retention import Retention
 from engine.checkpoint.roll_call import RollCall
 from engine.checkpoint.saving import prepare
+from engine.collectives.ledger import Ledger
 from engine.config.sections.checkpoint import CheckpointSection
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 from engine.mesh import Mesh
@@ -89,18 +90,20 @@ class StateTree:
         layout: SavedLayout,
         config: Mapping[str, Any],
         settings: CheckpointSection,
+        ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
         self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
         self._writes_shards, self._empty = writes_shards, empty
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
-        self._exchange = exchange_of(None, mesh.rank, mesh.world_size)
+        counted = ledger.account("checkpoint")
+        self._exchange = TorchExchange(None, counted) if mesh.world_size > 1 else Alone()
         self._roll_call = RollCall(default_store(), mesh.rank, mesh.world_size, settings.rank_timeout_seconds)
         self._background: BackgroundWriter | None = None
         if getattr(settings, "async"):
             group = mesh.background_group()
-            self._background = BackgroundWriter(self._exchange if group is None else TorchExchange(group))
+            self._background = BackgroundWriter(self._exchange if group is None else TorchExchange(group, counted))
         self._parts: dict[str, Stateful] = {}
         self.restored: set[str] = set()
         """The parts that the last load gave their state back."""

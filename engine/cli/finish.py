@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from engine.cli.sample import sample_text
 from engine.cli.user_code import describe
+from engine.collectives.objects import ObjectGroup
 from engine.contracts import StepReport
 from engine.data.tokens import bigram_entropy
 from engine.device import peak_memory_bytes
@@ -20,11 +19,9 @@ from engine.watch.summary import Counters, write_json
 def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> None:
     """On every rank: measuring memory and sampling from a sharded model take all of them. Rank 0 writes and prints."""
     mesh, config = model_engine.mesh, model_engine.plan.config
-    peaks: list[Any] = [peak_memory_bytes(mesh.device)]
-    if mesh.world_size > 1:
-        mine, peaks = peaks[0], [None] * mesh.world_size
-        dist.all_gather_object(peaks, mine)
-    if mesh.rank == 0:
+    peak = peak_memory_bytes(mesh.device)
+    peaks = ObjectGroup(None, model_engine.ledger).gather(peak) if mesh.world_size > 1 else [peak]
+    if peaks is not None:
         done = model_engine
         built = summary.build(
             counters=Counters(
@@ -40,6 +37,7 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
             world_size=mesh.world_size,
             config_hash=config.hash(),
             peak_memory_bytes_per_rank=peaks,
+            comm_bytes=model_engine.ledger.totals(),
         )
         write_json(output / "summary.json", built)
         print(final_line(built))

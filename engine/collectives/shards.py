@@ -151,10 +151,14 @@ class ShardGroup:
         """Sum ``flat`` over the ranks, in place."""
         if self.group is None or self.size == 1:
             return _Done()
-        self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
+        self.count_all_reduce(flat)
         ticket = self.ticket(what)
         with watch.wait(ticket):
             return _Works(ticket, [dist.all_reduce(flat, group=self.group, async_op=True)])
+
+    def count_all_reduce(self, flat: Tensor) -> None:
+        """For an all-reduce that somebody else runs."""
+        self.ledger.add(self.axis, "all_reduce", 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
 
     def sum(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """``tensor`` summed over the ranks, in place or by way of ``device`` (all ranks must use one backend)."""
@@ -162,11 +166,29 @@ class ShardGroup:
         self.all_reduce(travelling, "summing norms").wait()
         return travelling.to(tensor.device)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank the first rank's values."""
-        if self.group is not None and self.size > 1:
-            with watch.wait(self.ticket("giving rank 0's values to all")):
-                dist.broadcast(tensor, self._global[0], group=self.group)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Give every rank the values of rank ``source`` of the group."""
+        if self.group is None or self.size == 1:
+            return
+        numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
+        self.ledger.add(self.axis, "broadcast", numel * tensor.element_size())
+        with watch.wait(self.ticket(f"giving rank {source}'s values to all")):
+            dist.broadcast(tensor, self._global[source], group=self.group)
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], what: str = "exchanging"
+    ) -> None:
+        """Send tensors to peers and receive others, pairs of (contiguous tensor, rank in this group), all at once.
+
+        What one rank sends to another it receives in the same order.
+        """
+        for tensor, _ in sends:
+            self.ledger.add(self.axis, "send", tensor.numel() * tensor.element_size())
+        operations = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in receives]
+        operations += [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for tensor, peer in sends]
+        with watch.wait(self.ticket(what)):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"

@@ -38,7 +38,7 @@ class FullState:
     optimizer: EngineOptimizer | None
     roles: Any
     _agreement: Agreement
-    _ledger: Ledger
+    ledger: Ledger
     _window: Any
     _frozen: list[ParameterShard]
 
@@ -252,7 +252,8 @@ class FullState:
             data = value.detach().cpu().contiguous().flatten()
             checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"", checksum)
         what = f"{call} of {_some(names)}" + (f" with values of checksum {checksum:08x}" if values else "")
-        return self._agreement.sum(more, what)
+        with self.ledger.apart("state"):
+            return self._agreement.sum(more, what)
 
     def _infos(self, names: Iterable[str], values: Values | None = None) -> dict[str, ParameterInfo]:
         registry = self.parameter_registry
@@ -311,8 +312,9 @@ class FullState:
         return pieces
 
     def _gather(self, pieces: list[Piece]) -> dict[Any, Tensor]:
-        group = ShardGroup.of(self.mesh, "dp_shard", self._ledger)
-        return gather_whole(pieces, group, self.mesh.device)
+        group = ShardGroup.of(self.mesh, "dp_shard", self.ledger)
+        with self.ledger.apart("state"):
+            return gather_whole(pieces, group, self.mesh.device)
 
     def _or_zeros(self, whole: Mapping[Any, Tensor], info: ParameterInfo, dtype: torch.dtype) -> Tensor:
         found = whole.get(info.name)

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.collectives.shards import ShardGroup
 from engine.contracts import EngineError
 from engine.full_state.local import LocalState
 from engine.full_state.owners import locate
@@ -85,9 +85,10 @@ def _adopt(
     modifier_rank: int,
 ) -> None:
     """Give the modifier's values to all; masters follow where an element has changed, and keep their bits elsewhere."""
-    for info in infos:
-        if owner.mesh.world_size > 1:
-            dist.broadcast(inside[info.name].data, modifier_rank, group=owner.mesh.control_group)
+    control = ShardGroup.of(owner.mesh, "control", owner.ledger)
+    with owner.ledger.apart("state"):
+        for info in infos:
+            control.broadcast(inside[info.name].data, modifier_rank)
     indices = {info.index for info in infos}
     for shard in owner._all_shards():
         if shard.info.index not in indices:
@@ -97,4 +98,5 @@ def _adopt(
         master = shard.parameter.view(-1)
         if master.data_ptr() != new.data_ptr():
             master.copy_(torch.where(new != old, new.to(master.dtype), master))
-    owner.roles.reduction.publish()
+    with owner.ledger.apart("state"):
+        owner.roles.reduction.publish()

@@ -67,10 +67,11 @@ class StopRequest:
 def end_with_launcher(poll_seconds: float = 1.0, grace_seconds: float = 60.0) -> None:
     """In a launched rank: when the launcher is killed, stop in good order, and without order after the grace.
 
-    Nobody else would end the ranks of a launcher that got SIGKILL. Does nothing in other processes.
+    Nobody else would end the ranks of a launcher that got SIGKILL, be it before this call. Does nothing in other
+    processes.
     """
     launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is None or os.getppid() != int(launcher):
+    if launcher is None or (os.getppid() != int(launcher) and _is_alive(int(launcher))):
         return
 
     def watch() -> None:
@@ -81,3 +82,13 @@ def end_with_launcher(poll_seconds: float = 1.0, grace_seconds: float = 60.0) ->
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, and alive
+    return True

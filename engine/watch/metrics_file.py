@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 class MetricsFile(Watcher):
     """Keys: step, loss, lr, grad_norm, loss_scale, tokens_per_second, samples, tokens, tokens_computed, layers_skipped,
-    skipped_steps, skipped, seconds; difficulty_NAME for each metric of a curriculum.
+    skipped_steps, skipped, seconds, comm_bytes; difficulty_NAME for each metric of a curriculum.
 
     `skipped` is true when this step's gradient was not finite and nothing was updated. From `samples` to
-    `skipped_steps` they are totals of the run, `seconds` is the duration of this step. A value that is not finite is
-    written as null. Each line is flushed.
+    `skipped_steps` they are totals of the run, `seconds` is the duration of this step and `comm_bytes` what rank 0 sent
+    in it. A value that is not finite is written as null. Each line is flushed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,6 +49,7 @@ class MetricsFile(Watcher):
             "skipped_steps": report.skipped_steps,
             "skipped": not report.applied,
             "seconds": seconds,
+            "comm_bytes": report.comm_bytes,
             **{f"difficulty_{name}": finite_or_none(value) for name, value in report.difficulties.items()},
         }
         if self._file is None:

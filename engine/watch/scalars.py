@@ -50,6 +50,7 @@ def step_scalars(report: StepReport, tokens_per_second: float, fp16: bool) -> li
         ("Train/Samples/train_loss", report.loss),
         ("Train/grad_norm", report.grad_norm),
         ("Train/tokens_per_second", tokens_per_second),
+        ("Comm/bytes_per_step", report.comm_bytes),
         ("Train/tokens", report.tokens_seen),
         *((f"Train/difficulty/{name}", value) for name, value in report.difficulties.items()),
     ]

@@ -33,7 +33,8 @@ class Summary(Watcher):
     """Measures the run and keeps its last evaluation; `build` makes the content of the file, at the end.
 
     `tokens_per_second` is the mean over the steps of this process (a resumed run counts from where it resumed),
-    evaluations left out; `seconds` is the wall-clock time since the start, all included.
+    evaluations left out; `seconds` is the wall-clock time since the start, all included. `comm_bytes_per_step` is
+    what this rank sent, as a mean over the same steps.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Summary(Watcher):
         self._metrics: dict[str, float] = {}
         self._step_seconds = 0.0
         self._tokens = 0.0
+        self._num_steps = self._comm_bytes = 0
 
     def on_start(self, plan: Plan) -> None:
         self._start = time.perf_counter()
@@ -51,6 +53,8 @@ class Summary(Watcher):
         seconds, tokens_per_second = self._clock.measure(report)
         self._step_seconds += seconds
         self._tokens += tokens_per_second * seconds
+        self._num_steps += 1
+        self._comm_bytes += report.comm_bytes
 
     def on_evaluation(self, report: StepReport | None, metrics: Mapping[str, float]) -> None:
         self._metrics.update(metrics)
@@ -65,8 +69,12 @@ class Summary(Watcher):
         world_size: int,
         config_hash: str,
         peak_memory_bytes_per_rank: Sequence[int],
+        comm_bytes: Mapping[str, int],
     ) -> dict[str, Any]:
-        """The summary as JSON values. Losses and `bigram_entropy` in nats per token; null where unknown."""
+        """The summary as JSON values. Losses and `bigram_entropy` in nats per token; null where unknown.
+
+        ``comm_bytes``: what this rank sent since the start, by purpose.
+        """
         return {
             "train_loss": finite_or_none(train_loss),
             "validation_loss": finite_or_none(self._metrics.get("eval_loss")),
@@ -74,6 +82,8 @@ class Summary(Watcher):
             **asdict(counters),
             "seconds": time.perf_counter() - self._start,
             "tokens_per_second": self._tokens / self._step_seconds if self._step_seconds else 0.0,
+            "comm_bytes_per_step": self._comm_bytes / self._num_steps if self._num_steps else 0.0,
+            "comm_bytes": dict(comm_bytes),
             "peak_memory_bytes_per_rank": list(peak_memory_bytes_per_rank),
             "world_size": world_size,
             "config_hash": config_hash,

@@ -54,10 +54,12 @@ WORKLOADS = {
     workload.size: workload
     for workload in (
         Workload("tiny", 512, num_layers=4, num_heads=4, width=128, micro_batch_size=4, num_steps=25, num_warmup=5),
+        Workload("small", 1024, num_layers=12, num_heads=4, width=256, micro_batch_size=4, num_steps=12, num_warmup=2),
         Workload("medium", 4096, num_layers=10, num_heads=10, width=640, micro_batch_size=2, num_steps=8, num_warmup=2),
     )
 }
-"""0.9 M parameters, where a step is mostly overhead, and 52 M, where it is mostly arithmetic and communication."""
+"""0.9 M parameters, where a step is mostly overhead; 10 M, for slow networks; and 52 M, where a step is mostly
+arithmetic and communication."""
 
 SKEW = 4
 """The exponent that crowds uniform numbers towards the first tokens."""

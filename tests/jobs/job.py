@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ class Running:
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # a launcher's ranks end with it
             out, err = self.process.communicate()
             raise AssertionError(f"still running after {timeout} s\n{out}\n{err}") from None
         return Finished(self.process.returncode, out, err, time.monotonic() - self.started)

@@ -22,6 +22,7 @@ METRIC_KEYS = [
     "tokens",
     "skipped",
     "seconds",
+    "comm_bytes",
 ]
 SUMMARY_KEYS = {
     "train_loss",
@@ -33,6 +34,8 @@ SUMMARY_KEYS = {
     "tokens",
     "seconds",
     "tokens_per_second",
+    "comm_bytes_per_step",
+    "comm_bytes",
     "peak_memory_bytes_per_rank",
     "world_size",
     "config_hash",

@@ -214,6 +214,24 @@ def test_evaluating_sees_what_was_loaded(ranks, tmp_path, stage):
         assert trained != before
 
 
+def train_around_a_save(folder: Path | None) -> list[float]:
+    """At stage 3 with blocks gathered one by one. A save has rank 0 alone ask for the buffers."""
+    model_engine = start(3, zero_optimization={"stage": 3, "prefetch_bucket_size": 1})
+    model_engine.train_batch()
+    model_engine.eval_batch(iter([toy_batch(7, 6, VOCABULARY_SIZE)]))
+    if folder is not None:
+        model_engine.save_checkpoint(folder)
+        if model_engine.mesh.rank == 0:
+            model_engine.module.state_dict()
+    losses = [model_engine.train_batch().item() for _ in range(2)]
+    model_engine.destroy()
+    return losses
+
+
+def test_training_goes_on_after_an_evaluation_and_a_save(ranks, tmp_path):
+    assert ranks(2).run(train_around_a_save, tmp_path) == ranks(2).run(train_around_a_save, None)
+
+
 # --- replicated groups of shards -----------------------------------------------------------------------------
 
 GROUPINGS = {"mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}

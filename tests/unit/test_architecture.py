@@ -229,6 +229,43 @@ def test_names_of_our_own_are_fine() -> None:
     assert not foreign_private_names(ENGINE / "model" / "planted.py", ast.parse(source))
 
 
+# --- collectives are counted ---------------------------------------------------------------------------------
+
+
+def collective_calls(path: Path, tree: ast.Module) -> list[str]:
+    """Uses of torch.distributed's ways to send: ``dist.all_reduce``, and imports of such names."""
+    words = ("all_reduce", "reduce", "gather", "scatter", "broadcast", "all_to_all", "barrier", "send", "recv", "P2POp")
+    found = []
+    for node, name in imported_modules(path, tree):
+        if name.startswith("torch.distributed.") and any(word in name.rpartition(".")[2] for word in words):
+            found.append(f"{at(path, node)} imports {name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            if owner in ("dist", "distributed") and any(word in node.attr for word in words):
+                found.append(f"{at(path, node)} uses {node.attr}")
+    return found
+
+
+def test_collectives_are_called_where_they_are_counted() -> None:
+    """engine/collectives/ writes every one into the ledger."""
+    files = [path for path in source_files() if rung_of(path) != "collectives"]
+    assert not [line for path in files for line in collective_calls(path, syntax_tree(path))]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_reduce(flat)",
+        "torch.distributed.all_gather_object(a, b)",
+        "works = dist.batch_isend_irecv(operations)",
+        "from torch.distributed import broadcast",
+    ],
+)
+def test_a_collective_that_nobody_counts_is_found(source: str) -> None:
+    assert collective_calls(ENGINE / "model" / "planted.py", ast.parse(source))
+
+
 # --- what is loaded, and what is tracked -------------------------------------------------------------------
 
 

@@ -78,7 +78,7 @@ def apply(
     indices = {info.index for info in managed}
     if sharded:
         precision = _uniform(registry, plan.precision)
-        shard_model(model, blocks, plan.zero, precision, mesh, shard_group, materialise)
+        shard_model(model, blocks, plan.zero, precision, mesh, shard_group, replicate_group, materialise)
         registry.refresh(model)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction

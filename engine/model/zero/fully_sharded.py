@@ -38,6 +38,7 @@ def shard_model(
     precision: PrecisionPlan,
     mesh: Mesh,
     shard_group: ShardGroup,
+    replicate_group: ShardGroup,
     prepare: Callable[[Sequence[nn.Module]], None],
 ) -> None:
     """Apply `fully_shard` to groups of consecutive ``blocks`` and to the rest of ``model``.
@@ -77,6 +78,8 @@ def shard_model(
             unit = " and ".join(dict.fromkeys(names[member] or "the model's own parameters" for member in together))
             module.set_custom_all_gather(all_gather.of(unit))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce_scatter.of(unit))  # type: ignore[arg-type]
+            if replicate_group.size > 1:
+                module.set_all_reduce_hook(replicate_group.count_all_reduce)  # FSDP2's own, between the replicas
             # sums on the wire; the one division is part of the factor that the optimizer applies
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -155,10 +158,17 @@ class FullyShardedReduction(Arrivals):
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
         self._used: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 self._watch_use(name, module, registry)  # type: ignore[arg-type]
+
+    def _let_go(self, module: nn.Module, args: object, output: object) -> None:
+        """After a forward that no backward follows. What stayed gathered would be gathered again on those ranks only
+        that asked for a state_dict in between (rank 0, to save buffers), and the collectives would come apart."""
+        if not torch.is_grad_enabled():
+            for unit in self._units:
+                unit.reshard()
 
     def _watch_use(self, module_name: str, module: nn.Module, registry: ParameterRegistry) -> None:
         """Note which parameters get gradients. Those are the gathered ones, which FSDP2 makes in the first forward and

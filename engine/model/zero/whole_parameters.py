@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
-from engine.collectives.stall import watch
 from engine.mesh import Mesh
 from engine.model.zero.fully_sharded import FullyShardedReduction, local_part, row_range
 from engine.model.zero.shards import ParameterShard, assign_owners
@@ -66,7 +64,8 @@ class OwnedParametersReduction(FullyShardedReduction):
     @torch.no_grad()
     def publish(self) -> None:
         super().publish()
-        operations: list[dist.P2POp] = []
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
         whole = {shard.info.index: shard.parameter for shard in self.shards}
         for (info, parameter), owner in zip(self.parameters, self._owners, strict=True):
             local = local_part(parameter)
@@ -79,21 +78,22 @@ class OwnedParametersReduction(FullyShardedReduction):
                     if peer == owner:
                         local.copy_(part.view_as(local))
                     else:
-                        operations.append(self._operation(dist.isend, part, peer))
+                        sends.append((part, peer))
                 elif peer == self._group.rank:
-                    operations.append(self._operation(dist.irecv, local.view(-1), owner))
-        self._run(operations, "giving parameters back to their shards")
+                    receives.append((local.view(-1), owner))
+        self._group.exchange(sends, receives, "giving parameters back to their shards")
 
     def _to_owners(self, locals_: Sequence[Tensor]) -> list[Tensor | None]:
         """Whole tensors of the parameters that this rank owns (None for the others), from every rank's rows."""
-        operations: list[dist.P2POp] = []
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
         wholes: list[Tensor | None] = []
         for (info, _), owner, local in zip(self.parameters, self._owners, locals_, strict=True):
             local = local.contiguous().view(-1)
             if owner != self._group.rank:
                 wholes.append(None)
                 if local.numel():
-                    operations.append(self._operation(dist.isend, local, owner))
+                    sends.append((local, owner))
                 continue
             whole = torch.empty(info.numel, dtype=local.dtype, device=local.device)
             for peer in range(self._group.size):
@@ -101,17 +101,7 @@ class OwnedParametersReduction(FullyShardedReduction):
                 if peer == owner:
                     whole[start:stop].copy_(local)
                 elif start < stop:
-                    operations.append(self._operation(dist.irecv, whole[start:stop], peer))
+                    receives.append((whole[start:stop], peer))
             wholes.append(whole.view(info.shape))
-        self._run(operations, "collecting whole parameters")
+        self._group.exchange(sends, receives, "collecting whole parameters")
         return wholes
-
-    def _operation(self, kind, tensor: Tensor, peer: int) -> dist.P2POp:  # type: ignore[no-untyped-def]
-        if kind is dist.isend:
-            self._group.ledger.add(self._group.axis, "send", tensor.numel() * tensor.element_size())
-        return dist.P2POp(kind, tensor, group=self._group.group, group_peer=peer)
-
-    def _run(self, operations: list[dist.P2POp], what: str) -> None:
-        with watch.wait(self._group.ticket(what)):
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine.checkpoint.errors import CheckpointError
 from engine.cli.finish import finish
 from engine.cli.sample import logits_of, readable
 from engine.cli.train import RunOptions, resume
 from engine.cli.training_loop import TrainingLoop, evaluation_batches, steps_of_epochs
-from engine.contracts import EngineError, StepReport
+from engine.contracts import EngineError, RunFailed, StepReport
 from engine.data.tokens import TokenBlocks
 from engine.launch import StopRequest
 from engine.watch import Summary, WatcherList
@@ -26,7 +27,7 @@ from engine.watch import Summary, WatcherList
 class CountingEngine:
     """What the loop sees of an engine, written down in `log`."""
 
-    def __init__(self, **training: Any) -> None:
+    def __init__(self, keep_best: int | None = None, **training: Any) -> None:
         defaults = {
             "steps": None,
             "num_epochs": None,
@@ -36,7 +37,13 @@ class CountingEngine:
         }
         section = SimpleNamespace(**(defaults | {"sample_length": 5} | training))
         batch = SimpleNamespace(micro_batch_size=2, accumulation_steps=3)
-        config = SimpleNamespace(training=section, data=SimpleNamespace(sequence_length=4), seed=0, hash=lambda: "abc")
+        config = SimpleNamespace(
+            training=section,
+            data=SimpleNamespace(sequence_length=4),
+            checkpoint=SimpleNamespace(keep_best=keep_best, **{"async": False}),
+            seed=0,
+            hash=lambda: "abc",
+        )
         self.plan = SimpleNamespace(config=config, batch=batch)
         self.mesh = SimpleNamespace(rank=0, world_size=1, dp_rank=0, dp_size=1, device=torch.device("cpu"))
         self.module: Any = nn.Identity()
@@ -45,6 +52,7 @@ class CountingEngine:
         self.watchers = WatcherList()
         self.global_steps = self.stop_requested = self.skipped_steps = 0
         self.asked = 0
+        self.full_disk = False
 
     @property
     def global_samples(self) -> int:
@@ -79,8 +87,13 @@ class CountingEngine:
         self.log.append(f"evaluate {num_micro_batches}")
         return torch.tensor(0.5)
 
-    def save_checkpoint(self, directory: str, client_state: dict[str, Any]) -> None:
-        self.log.append(f"save {self.global_steps}")
+    def save_checkpoint(self, directory: str, metric: float | None = None) -> None:
+        self.log.append(f"save {self.global_steps}" + ("" if metric is None else f" at {metric:g}"))
+        if self.full_disk:
+            raise CheckpointError("no space left on device")
+
+    def wait_for_checkpoint(self) -> None:
+        self.log.append("wait")
 
     def load_checkpoint(
         self, directory: str, tag: str | None, override_batch: bool = False
@@ -105,21 +118,42 @@ def test_trains_evaluates_and_saves_in_order() -> None:
     engine = CountingEngine(steps=5, eval_interval=2, save_interval=3)
     assert loop(engine).run() == 0
     assert engine.log == [
-        "step 1", "step 2", "evaluate 6", "step 3", "save 3", "step 4", "evaluate 6", "step 5", "save 5", "evaluate 6"
+        "step 1", "step 2", "evaluate 6", "step 3", "save 3", "step 4", "evaluate 6", "step 5", "save 5", "wait",
+        "evaluate 6",
     ]  # fmt: skip
 
 
 def test_without_intervals_the_end_is_saved_and_evaluated() -> None:
     engine = CountingEngine(steps=2, eval_batches=1)
     assert loop(engine).run() == 0
-    assert engine.log == ["step 1", "step 2", "save 2", "evaluate 3"]
+    assert engine.log == ["step 1", "step 2", "save 2", "wait", "evaluate 3"]
 
 
 def test_a_resumed_run_goes_on_where_it_was() -> None:
     engine = CountingEngine(steps=3)
     engine.global_steps = 2
     loop(engine).run()
-    assert engine.log == ["step 3", "save 3", "evaluate 6"]
+    assert engine.log == ["step 3", "save 3", "wait", "evaluate 6"]
+
+
+def test_the_best_are_kept_by_the_loss_of_the_saved_step() -> None:
+    engine = CountingEngine(keep_best=1, steps=4, eval_interval=3, save_interval=2)
+    loop(engine).run()
+    assert engine.log == [
+        "step 1", "step 2", "evaluate 6", "save 2 at 0.5", "step 3", "evaluate 6",
+        "step 4", "evaluate 6", "save 4 at 0.5", "wait",
+    ]  # fmt: skip
+
+
+def test_a_failed_save_is_told_and_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    engine = CountingEngine(steps=3, save_interval=2)
+    engine.full_disk = True
+    running = loop(engine)
+    assert running.run() == 0
+    assert engine.log == ["step 1", "step 2", "save 2", "step 3", "save 3", "evaluate 6"]
+    assert "step 2: the checkpoint is not saved, training goes on: no space left" in caplog.text
+    with pytest.raises(RunFailed, match="step 3: the run is at its end, but its state is not saved"):
+        running.check_saved()
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
@@ -129,7 +163,7 @@ def test_a_stop_finishes_the_step_and_saves(
     engine, stop = CountingEngine(steps=9), StopRequest()
     stop.signal = number
     assert loop(engine, stop).run() == 128 + number
-    assert engine.log == ["step 1", "save 1"]
+    assert engine.log == ["step 1", "save 1", "wait"]
     assert capsys.readouterr().out == (
         f"stopped by {name} after step 1; saved out/checkpoints/global_step1; resume with --resume auto\n"
     )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.launch.signals import StopRequest
+from engine.launch.signals import LAUNCHER_PID, StopRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,3 +45,31 @@ with StopRequest():
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout) == (130, "still here\n")
+
+
+def test_a_rank_whose_launcher_is_dead_already_ends_too() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    script = """
+import time
+from engine.launch.signals import end_with_launcher
+end_with_launcher()
+time.sleep(20)
+"""
+    environment = os.environ | {LAUNCHER_PID: str(launcher.pid)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=15)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_a_process_beside_the_ranks_is_left_alone() -> None:
+    script = (
+        "from engine.launch.signals import end_with_launcher; end_with_launcher(0.01); import time; time.sleep(0.5)"
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        environment = os.environ | {LAUNCHER_PID: str(launcher.pid)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, timeout=20
+        )
+        launcher.communicate(b"\n")
+    assert done.returncode == 0

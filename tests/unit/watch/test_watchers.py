@@ -90,11 +90,13 @@ def test_user_events_reach_every_watcher() -> None:
 
 
 def test_scalar_names_and_x_axis() -> None:
-    assert step_scalars(report(2), 100.0, fp16=False) == [
+    sent = {"dp_shard": 32, "world": 1}
+    assert step_scalars(report(2, bytes_by_axis=sent), 100.0, fp16=False) == [
         ("Train/Samples/lr", 1e-3, 48),
         ("Train/Samples/train_loss", 2.5, 48),
         ("Train/grad_norm", 0.5, 48),
         ("Train/tokens_per_second", 100.0, 48),
+        ("Comm/bytes_per_step", 33, 48),
         ("Train/tokens", 1536, 48),
     ]
     scaled = step_scalars(report(2, loss_scale=1024.0, loss=None), 100.0, fp16=True)
@@ -129,6 +131,7 @@ def test_csv_writes_the_header_once(tmp_path: Path) -> None:
         monitor.close()
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text() == "step,lr\n24,0.001\n48,0.001\n"
     assert {path.name for path in (tmp_path / "job").iterdir()} == {
+        "Comm_bytes_per_step.csv",
         "Train_Samples_lr.csv",
         "Train_Samples_train_loss.csv",
         "Train_grad_norm.csv",
@@ -139,7 +142,7 @@ def test_csv_writes_the_header_once(tmp_path: Path) -> None:
 
 def test_metrics_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.on_step(report(1))
+    metrics.on_step(report(1, bytes_by_axis={"dp_shard": 32, "world": 1}))
     metrics.on_step(report(2, applied=False, grad_norm=float("inf"), loss=float("nan")))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {
@@ -156,6 +159,7 @@ def test_metrics_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "skipped_steps": 0,
         "skipped": False,
         "seconds": 0.5,
+        "comm_bytes": 33,
     }
     assert (lines[1]["skipped"], lines[1]["grad_norm"], lines[1]["loss"]) == (True, None, None)
 
@@ -258,8 +262,8 @@ def test_timers_feed_the_monitors_and_print_means() -> None:
 def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
     summary = Summary()
     summary.on_start(fake_plan())
-    for step in (1, 2):
-        summary.on_step(report(step))
+    for step, sent in ((1, 30), (2, 40)):
+        summary.on_step(report(step, bytes_by_axis={"dp_shard": sent}))
     summary.on_evaluation(report(2), {"eval_loss": 2.75})
     built = summary.build(
         counters=Counters(steps=2, skipped_steps=1, samples=48, tokens=1536, tokens_computed=1000, layers_skipped=7),
@@ -268,6 +272,7 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
         world_size=2,
         config_hash="abc",
         peak_memory_bytes_per_rank=[10, 20],
+        comm_bytes={"start": 5, "steps": 70},
     )
     write_json(tmp_path / "run" / "summary.json", built)
     read = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -283,6 +288,8 @@ def test_summary_is_whole_and_plain_json(tmp_path: Path) -> None:
         "tokens_computed": 1000,
         "layers_skipped": 7,
         "tokens_per_second": 1536.0,
+        "comm_bytes_per_step": 35.0,
+        "comm_bytes": {"start": 5, "steps": 70},
         "peak_memory_bytes_per_rank": [10, 20],
         "world_size": 2,
         "config_hash": "abc",
