@@ -136,13 +136,20 @@ def _barrier(environment: RankEnvironment) -> tuple[Callable[[], None], Callable
     import torch
     import torch.distributed as dist
 
-    from engine.mesh import join_process_group
+    from engine.collectives.agreement import Agreement
+    from engine.collectives.ledger import Ledger
+    from engine.collectives.shards import ShardGroup
+    from engine.mesh import Mesh, join_process_group
+    from engine.plan import Degrees
 
+    device = torch.device("cpu")
     environment.export()
-    join_process_group(environment.rank, environment.world_size, "env://", torch.device("cpu"))
+    join_process_group(environment.rank, environment.world_size, "env://", device)
+    mesh = Mesh(Degrees(dp_shard=environment.world_size), device)
+    agreement = Agreement(ShardGroup.of(mesh, "control", Ledger()), device)
 
     def wait() -> None:
-        dist.barrier()
+        agreement.sum({"done": 1.0}, "analyze")
 
     return wait, dist.destroy_process_group
 

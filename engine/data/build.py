@@ -87,10 +87,14 @@ def _draw_by(role: DataCurriculum, plan: Plan, loader: DistributedLoader | None)
     assert plan.curriculum.index_path is not None
     folder = index_folder(plan.config, plan.curriculum.index_path)
     indexes = open_indexes(folder, metrics, loader.dataset, config_folder(plan.config))
-    loader.sampler = CurriculumSampler(metrics, indexes, plan.curriculum.seed, role.functions)
-    role.sampled = loader.difficulties
+    sampler = CurriculumSampler(metrics, indexes, plan.curriculum.seed, role.functions)
+    if sampler.always_admits_all():
+        # Nothing to choose: the order is that of a run without a curriculum.
+        role.sampled = lambda: sampler.difficulties(1)
+        return
+    loader.sampler, role.sampled = sampler, loader.difficulties
     if all(metric.schedule.type != "custom" for metric in metrics):
-        loader.sampler.draw(Drawn(), loader.split.global_batch_size)
+        sampler.draw(Drawn(), loader.split.global_batch_size)
 
 
 def _check_first_sample(loader: DistributedLoader, plan: Plan) -> None:

@@ -85,6 +85,16 @@ class CurriculumSampler:
     def difficulties(self, step: int) -> dict[str, float]:
         return {m.name: difficulty_at(m.schedule, step, self.functions.get(m.name)) for m in self.metrics}
 
+    def always_admits_all(self) -> bool:
+        """Whether no step leaves any sample out, so that there is nothing to choose."""
+        for metric in self.metrics:
+            if metric.schedule.type == "custom":
+                return False
+            lowest = min((difficulty_at(metric.schedule, 1), *metric.schedule.difficulties))
+            if not self._admissible(metric, lowest).all():
+                return False
+        return True
+
     def draw(self, drawn: Drawn, batch_size: int) -> tuple[Ids, Drawn]:
         """The sample ids (batch_size,) of the global batch behind ``drawn``, and what has been drawn with it."""
         step = drawn.num_batches + 1

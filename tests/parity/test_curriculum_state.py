@@ -183,12 +183,12 @@ class Remembers(nn.Module):
         return self.inner(input_ids, labels=labels)
 
 
-def draw_config(folder: str, **more: Any) -> dict[str, Any]:
+def draw_config(folder: str, low: int = 8) -> dict[str, Any]:
     metric = {
-        "min_difficulty": 8, "max_difficulty": 32, "schedule_type": "fixed_linear",
+        "min_difficulty": low, "max_difficulty": 32, "schedule_type": "fixed_linear",
         "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 1},
     }  # fmt: skip
-    section = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"seqlen": metric}, **more}
+    section = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"seqlen": metric}}
     return config_of(stage=0, data_efficiency={"data_sampling": {"curriculum_learning": section}})
 
 
@@ -220,6 +220,20 @@ def test_drawn_by_difficulty_and_resumed_on_more_ranks(ranks: Any, tmp_path: Pat
     assert draw(again, 0, 6) == whole[:6]
     halves = ranks(WORLD).run(draw, again, 6, 12, timeout=120.0)
     assert [a + b for a, b in zip(*halves, strict=True)] == whole[6:]
+
+
+def test_a_difficulty_that_admits_all_from_the_start_changes_nothing(tmp_path: Path) -> None:
+    analyze(Sentences(), [Metric("seqlen")], tmp_path)
+    seen = []
+    for config in (config_of(stage=0), draw_config(str(tmp_path), low=32)):
+        model = Remembers()
+        model_engine, *_ = engine.initialize(model=model, config=config, training_data=Sentences())
+        for _ in range(6):
+            model_engine.train_batch()
+        seen.append(model.seen)
+        assert model_engine.curriculum_difficulties() == ({} if len(seen) == 1 else {"seqlen": 32})
+        model_engine.destroy()
+    assert seen[0] == seen[1]
 
 
 def test_an_index_that_does_not_fit_is_refused_before_training(tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ class CountingEngine:
     def global_tokens(self) -> int:
         return 24 * self.global_steps
 
+    @property
+    def tokens_computed(self) -> int:
+        return self.global_tokens
+
+    layers_skipped = 0
+
     def __call__(self, **batch: torch.Tensor) -> Any:
         return self.module(**batch)
 

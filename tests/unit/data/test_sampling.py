@@ -125,6 +125,14 @@ def test_a_difficulty_that_falls_leaves_out_what_it_no_longer_admits() -> None:
         assert LENGTHS[ids].max() <= (20 if step == 2 else 10)
 
 
+def test_whether_all_is_always_admitted() -> None:
+    assert sampler(by("length", 20, 20, 1)).always_admits_all()
+    assert sampler(by("percent", 10, 10, 1, percentile=True)).always_admits_all()
+    assert not sampler(by("length", 20, 20, 1), by("rarity", 150, 200, 5)).always_admits_all()
+    discrete = DifficultySchedule("fixed_discrete", 5, 20, difficulties=(20, 5), last_steps=(3,))
+    assert not sampler(CurriculumMetric("length", "length", "sample", discrete)).always_admits_all()
+
+
 def test_nothing_admissible_is_told_with_what_there_is() -> None:
     smallest = int(RARITIES.min())
     with pytest.raises(EngineError, match=rf"no sample is admissible at step 1: rarity at most 50 .*{smallest} to"):
