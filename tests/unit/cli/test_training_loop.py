@@ -18,6 +18,7 @@ from engine.cli.finish import finish
 from engine.cli.sample import logits_of, readable
 from engine.cli.train import RunOptions, resume
 from engine.cli.training_loop import TrainingLoop, evaluation_batches, steps_of_epochs
+from engine.collectives.ledger import Ledger
 from engine.contracts import EngineError, RunFailed, StepReport
 from engine.data.tokens import TokenBlocks
 from engine.launch import StopRequest
@@ -53,6 +54,7 @@ class CountingEngine:
         self.global_steps = self.stop_requested = self.skipped_steps = 0
         self.asked = 0
         self.full_disk = False
+        self.ledger = Ledger()
 
     @property
     def global_samples(self) -> int:
