@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -46,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:
             # A closed pipe (`ptrain plan | head`) is no failure; keep the interpreter from flushing once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if code not in (SUCCESS, *STOPPED) and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        # A process group whose peers may be gone can hang in its destructor.
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        # A process group whose peers may be gone can hang in its destructor, and gloo's threads now and then abort the
+        # interpreter's teardown ("terminate called without an active exception") when all is done and written.
+        if code in (SUCCESS, *STOPPED):
+            atexit._run_exitfuncs()
         os._exit(code)
     return code
 
