@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import os
 import sys
 import traceback
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         # A process group whose peers may be gone can hang in its destructor, and gloo's threads now and then abort the
         # interpreter's teardown ("terminate called without an active exception") when all is done and written.
-        if code in (SUCCESS, *STOPPED):
-            atexit._run_exitfuncs()
+        logging.shutdown()
         os._exit(code)
     return code
 
