@@ -6,11 +6,14 @@ VENV ?= .venv
 CONFIG ?= examples/gpt_text/config.json
 TRAIN_ARGUMENTS ?=
 TEST_ARGUMENTS ?=
+TEST_WORKERS ?= 2
 BENCH_ARGUMENTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# A file stays with one worker, so that its ranks are started once. Most tests leave one of two cores idle.
+PARALLEL = --numprocesses $(TEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow check format bench bench-onebit bench-network matrix docs wheel clean
@@ -22,10 +25,10 @@ train: $(VENV)/.installed ## install, then train the example GPT (under 3 minute
 	@PATH="$(abspath $(BIN)):$$PATH" bin/ptrain --config $(CONFIG) $(TRAIN_ARGUMENTS)
 
 test: $(VENV)/.installed-test ## install what tests need, then run the quick suite
-	@$(PYTEST) -m "not slow" $(TEST_ARGUMENTS)
+	@$(PYTEST) $(PARALLEL) -m "not slow" $(TEST_ARGUMENTS)
 
 test-slow: $(VENV)/.installed-test ## run the slow tests
-	@$(PYTEST) -m slow $(TEST_ARGUMENTS)
+	@$(PYTEST) $(PARALLEL) -m slow $(TEST_ARGUMENTS)
 
 check: $(VENV)/.installed-dev ## lint, formatting, types
 	@$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,22 @@ def ranks() -> Iterator[Ranks]:
     processes = Ranks()
     yield processes
     processes.shutdown()
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """``figure(line)``: a line of measured figures, printed at the end of the session, whichever worker took it."""
+    return lambda line: record_property("figure", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [
+        item for report in reports if getattr(report, "when", "") == "call" for item in report.user_properties
+    ]
+    for name, line in properties:
+        if name == "figure":
+            terminalreporter.write_line(str(line))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,22 @@ def table() -> dict[str, tuple[list[str], list[str], list[str]]]:
 EXPECTED = table()
 
 
-@pytest.fixture(scope="module")
-def judged() -> dict[str, Judged]:
+@cache
+def all_judged() -> tuple[dict[str, Judged], float]:
     files, seconds = judge_all()
-    print(f"\n{len(files)} public configs judged in {seconds:.2f} s")
+    return {one.name: one for one in files}, seconds
+
+
+@pytest.fixture
+def judged() -> dict[str, Judged]:
+    return all_judged()[0]
+
+
+def test_the_table_names_every_file(figure: Callable[[str], None]) -> None:
+    found, seconds = all_judged()
+    figure(f"{len(found)} public configs judged in {seconds:.2f} s")
+    assert found.keys() == EXPECTED.keys()
     assert seconds < LIMIT_SECONDS
-    return {one.name: one for one in files}
-
-
-def test_the_table_names_every_file(judged: dict[str, Judged]) -> None:
-    assert judged.keys() == EXPECTED.keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -102,7 +103,7 @@ def test_schema_and_sections_agree_on_random_values(validator: Any) -> None:
     assert disagreements == []
 
 
-def test_schema_and_sections_agree_on_generated_files(validator: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_and_sections_agree_on_generated_files(validator: Any, figure: Callable[[str], None]) -> None:
     """Whole files, half of them with mistakes: valid for the one exactly if valid for the other."""
     counts: Counter[tuple[bool, bool]] = Counter()
     disagreements = []
@@ -114,9 +115,8 @@ def test_schema_and_sections_agree_on_generated_files(validator: Any, capsys: py
         is_comparison = bool(problems) and all(problem.path.endswith(COMPARED) for problem in problems)
         if answers[0] != answers[1] and not (answers[1] and is_comparison):
             disagreements.append((seed, answers, [problem.render() for problem in problems]))
-    with capsys.disabled():
-        both = f"{counts[True, True]} valid and {counts[False, False]} invalid for both"
-        print(f"\n{NUM_GENERATED} generated files: {both}, {counts[False, True]} for a comparison of two numbers")
+    both = f"{counts[True, True]} valid and {counts[False, False]} invalid for both"
+    figure(f"{NUM_GENERATED} generated files: {both}, {counts[False, True]} for a comparison of two numbers")
     assert disagreements == []
     assert min(counts[True, True], counts[False, False]) > NUM_GENERATED / 5
     assert counts[False, True] < NUM_GENERATED / 100

@@ -59,7 +59,7 @@ def nest(path: Path, value: object) -> dict[str, object]:
     return value
 
 
-def test_one_letter_typos_are_caught_and_the_right_key_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_letter_typos_are_caught_and_the_right_key_is_suggested(figure: Callable[[str], None]) -> None:
     """Every key at every level, and every argument of every optimizer and schedule."""
     stream = random.Random(0)
     tried = right = 0
@@ -80,8 +80,7 @@ def test_one_letter_typos_are_caught_and_the_right_key_is_suggested(capsys: pyte
                 silent.append(spelled)
             elif not noted and not any(key in repair.replace("?", "").replace(".", " ").split() for repair in told):
                 missed.append(f"{join_path(path)} as {wrong}: {told}")
-    with capsys.disabled():
-        print(f"\n{tried} one-letter typos: {len(silent)} unnoticed, the right key suggested for {right / tried:.1%}")
+    figure(f"{tried} one-letter typos: {len(silent)} unnoticed, the right key suggested for {right / tried:.1%}")
     assert silent == []
     assert right / tried >= 0.95, missed
 
