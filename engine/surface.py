@@ -258,8 +258,10 @@ class Surface:
         self._stop_signal = signal_number
 
     def destroy(self) -> None:
-        """Finish a save under way; let go of hooks, watchers and the process group that `initialize` made."""
+        """Finish a save under way; let go of loader workers, hooks, watchers and the process group that `initialize`
+        made."""
         self._state.wait()
+        self._batches = None
         self.roles.reduction.close()
         release(self.module)
         self.watchers.close()
