@@ -67,6 +67,10 @@ class _Waiting:
         self._watch.num_completed += 1
 
 
+_JOIN_SECONDS = 5.0
+"""More than a question to the store takes, unless the store itself hangs."""
+
+
 class StallWatch:
     """This process's part. ``place`` is where training stands, in words; the engine keeps it true."""
 
@@ -81,6 +85,7 @@ class StallWatch:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._rank, self._size = 0, 1
         self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
         self._num_published = 0
 
     def start(self) -> None:
@@ -98,11 +103,16 @@ class StallWatch:
         self._stop = threading.Event()
         store = dist.PrefixStore(_PREFIX, store_of(world))
         arguments = (self._stop, store, self._world)
-        threading.Thread(target=self._watch, args=arguments, daemon=True, name="stall-watch").start()
+        self._thread = threading.Thread(target=self._watch, args=arguments, daemon=True, name="stall-watch")
+        self._thread.start()
 
     def stop(self) -> None:
         """Watch no longer, and leave a word for peers that still wait."""
         self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # A daemon thread that the interpreter's end meets inside a call of the store aborts the process
+            # (https://github.com/python/cpython/issues/87135): "terminate called without an active exception".
+            self._thread.join(_JOIN_SECONDS)
         world = self._world() if self._world is not None else None
         self._world = None
         if world is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
-from engine.collectives.stall import stalled
+from engine.collectives.stall import stalled, watch
 
 WORLD = 2
 
@@ -61,3 +62,19 @@ def test_anything_that_has_moved_or_is_stale_is_no_proof():
     assert verdict(*stuck, before=(at("a"), at("b", completed=3))) is None
     assert stalled(dict(enumerate(stuck)), dict(enumerate(stuck)), WORLD) is None  # nobody has published again
     assert stalled({0: stuck[0]}, dict(enumerate(stuck)), WORLD) is None
+
+
+def watched_and_not() -> tuple[list[str], list[str]]:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "stall-watch" and thread.is_alive()]
+
+    watch.stop()
+    watch.start()
+    during = threads()
+    watch.stop()
+    return during, threads()
+
+
+def test_no_thread_outlives_the_watch(ranks):
+    """The interpreter's end aborts a process whose thread is inside a call of the store."""
+    assert ranks(2).run(watched_and_not) == [(["stall-watch"], [])] * 2
