@@ -353,10 +353,6 @@ class Engine(Surface, LocalState):
         watch.place = f"step {self.global_steps + 1}, {phase}"
         return time.perf_counter()
 
-    def _forget_window(self) -> None:
-        self.roles.reduction.zero_gradients()
-        self._window = Window()
-
     def _untouched_everywhere(self) -> set[int]:
         return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
 

@@ -68,7 +68,8 @@ class Surface:
     _on_destroy: Callable[[], None]
 
     def _forget_window(self) -> None:
-        raise NotImplementedError
+        self.roles.reduction.zero_gradients()
+        self._window = Window()
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group; answers before the first step too."""

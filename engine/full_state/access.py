@@ -7,6 +7,7 @@ Many names in one call cost as few collectives as one.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Values = Mapping[str, Tensor]
 
 
-class FullState:
+class FullState(ABC):
     """The part of an `Engine` that hands out and takes in whole tensors."""
 
     module: nn.Module
@@ -42,8 +43,8 @@ class FullState:
     _window: Any
     _frozen: list[ParameterShard]
 
-    def _divisor(self, count: float) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def _divisor(self, count: float) -> float: ...
 
     def _bind_optimizer(self) -> None:
         """Let `optimizer.state_dict` be of whole state."""

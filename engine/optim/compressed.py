@@ -7,6 +7,7 @@ sends instead of gradients. So they run where every rank holds everything: at Ze
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -106,7 +107,7 @@ class Flat:
         return tensor.split(self.sizes)
 
 
-class CompressedOptimizer(torch.optim.Optimizer):
+class CompressedOptimizer(torch.optim.Optimizer, ABC):
     """The base of OneBitAdam, ZeroOneAdam and OneBitLamb. Only an engine can step one: see `connect`.
 
     ``compression_unit``: what has one scale: a ``bucket``, a whole parameter ``group``, or each ``tensor``.
@@ -231,21 +232,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # --- what the algorithms say -----------------------------------------------------------------------------
 
+    @abstractmethod
     def stays_local(self, flat: Flat) -> bool:
         """Whether the gradients of the coming step are not to be reduced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_variance_updates(self, flat: Flat) -> int:
         """How many gradients the variance has seen, the coming step's included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(self, step: int) -> None:
         """One step, the ``step``-th (from 1), on gradients that are unscaled and clipped."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scalars(self) -> Mapping[str, float]:
         """For the monitors. ``Train/compression_stage``: 0 while gradients are all-reduced, 1 from then on."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Collective. Make the ranks hold the same parameters, where the algorithm lets them differ."""

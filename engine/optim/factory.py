@@ -142,7 +142,7 @@ def _has_fused_step(cls: type[torch.optim.Optimizer], device_type: str) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(1, device=device_type))
         parameter.grad = torch.zeros_like(parameter)
         cls([parameter], fused=True).step()  # type: ignore[call-arg]
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):
         return False
     return True
 

@@ -8,6 +8,7 @@ formulas in n = k - 1; they are kept as they are, so both warm-ups hold the mini
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def whole_number(name: str, value: float, minimum: int) -> int:
     return int(value)
 
 
-class ClosedFormSchedule(LRScheduler):
+class ClosedFormSchedule(LRScheduler, ABC):
     """A schedule whose learning rates depend on nothing but k and its own parameters.
 
     Its state is k alone: after a restart the parameters of the current config hold. Subclasses give `lr_at` and set
@@ -53,9 +54,9 @@ class ClosedFormSchedule(LRScheduler):
         if last_batch_iteration >= 0:
             self._jump_to(last_batch_iteration + 1)
 
+    @abstractmethod
     def lr_at(self, num_steps: int, group: int) -> float:
         """The learning rate of parameter group ``group`` after ``num_steps`` scheduler steps."""
-        raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
         return [self.lr_at(self.last_epoch, group) for group in range(len(self.optimizer.param_groups))]

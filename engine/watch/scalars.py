@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class ScalarMonitor(Watcher):
+class ScalarMonitor(Watcher, ABC):
     """A monitor that turns reports into scalars; a subclass writes them in `write_events`."""
 
     def __init__(self) -> None:
@@ -92,5 +93,5 @@ class ScalarMonitor(Watcher):
         self.write_events(evaluation_scalars(report, metrics))
         self._clock.resume()
 
-    def write_events(self, events: Sequence[Event]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write_events(self, events: Sequence[Event]) -> None: ...

@@ -293,4 +293,4 @@ def test_no_tracked_file_names_a_path_of_one_machine() -> None:
 def test_a_path_of_one_machine_is_found() -> None:
     assert MACHINE_PATH.search("output in /" + "home/someone")
     assert MACHINE_PATH.search('open("/' + 'work/data.txt")')
-    assert not MACHINE_PATH.search("docs/home/page and $HOME/work/tree")
+    assert not MACHINE_PATH.search("docs/" + "home/page and $HOME/" + "work/tree")
