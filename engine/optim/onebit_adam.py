@@ -16,15 +16,16 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from engine.optim.compressed import CompressedOptimizer, Flat, Kept
+from engine.optim.compressed import Flat, Kept
+from engine.optim.frozen_variance import FrozenVariance
 
 
-class OneBitAdam(CompressedOptimizer):
+class OneBitAdam(FrozenVariance):
     """Adam whose momentum travels in 1 bit per element once the variance is frozen. See `CompressedOptimizer`."""
 
     def __init__(
@@ -38,28 +39,15 @@ class OneBitAdam(CompressedOptimizer):
         freeze_step: int = 100_000,
         **compression: Any,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: no variance has been seen before it")
-        self.freeze_step = freeze_step
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            freeze_step=freeze_step,
             **compression,
         )
 
-    def stays_local(self, flat: Flat) -> bool:
-        return self.num_steps >= self.freeze_step and not flat.options.get("non_freeze")
-
-    def num_variance_updates(self, flat: Flat) -> int:
-        step = self.num_steps + 1
-        return step if flat.options.get("non_freeze") else min(step, self.freeze_step)
-
-    def scalars(self) -> Mapping[str, float]:
-        return {"Train/compression_stage": float(self.num_steps > self.freeze_step)}
-
     def update(self, step: int) -> None:
-        if step == self.freeze_step + 1:
-            self.announce(f"step {step}: the variance is frozen; from here on momentum travels in 1 bit per element")
+        self.begins_compression(step)
         travelling, kept = [], []
         for flat in self.flats:
             absent = flat.absent()

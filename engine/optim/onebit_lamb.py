@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from engine.optim.compressed import CompressedOptimizer, Flat, Kept
+from engine.optim.frozen_variance import FrozenVariance
 from engine.torch_compat import foreach_max, foreach_norm
 
 
-class OneBitLamb(CompressedOptimizer):
+class OneBitLamb(FrozenVariance):
     """Lamb whose momentum travels in 1 bit per element. See `CompressedOptimizer` for what is not explained here.
 
     A tensor whose trust ratio was 1 throughout the warm-up (its values or updates were all zero) keeps the ratio 1
@@ -54,16 +55,14 @@ class OneBitLamb(CompressedOptimizer):
         factor_threshold: float = 0.1,
         **compression: Any,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: no variance has been seen before it")
         if not 0.0 <= min_coeff <= max_coeff or not 0.0 <= factor_min <= factor_max or not 0.0 <= coeff_beta < 1.0:
             raise ValueError("min_coeff <= max_coeff, factor_min <= factor_max and 0 <= coeff_beta < 1 must hold")
-        self.freeze_step = freeze_step
         self._ratio_bounds, self._coeff_beta = (min_coeff, max_coeff), coeff_beta
         self._factor_bounds, self._factor_threshold = (factor_min, factor_max), factor_threshold
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            freeze_step=freeze_step,
             **compression,
         )
 
@@ -75,21 +74,10 @@ class OneBitLamb(CompressedOptimizer):
             found |= dict(zip(flat.names, used, strict=True))
         return [found.get(name, 1.0) for group in self.param_groups for name in group["param_names"]]
 
-    def stays_local(self, flat: Flat) -> bool:
-        return self.num_steps >= self.freeze_step and not flat.options.get("non_freeze")
-
-    def num_variance_updates(self, flat: Flat) -> int:
-        step = self.num_steps + 1
-        return step if flat.options.get("non_freeze") else min(step, self.freeze_step)
-
-    def scalars(self) -> Mapping[str, float]:
-        return {"Train/compression_stage": float(self.num_steps > self.freeze_step)}
-
     # --- the step --------------------------------------------------------------------------------------------
 
     def update(self, step: int) -> None:
-        if step == self.freeze_step + 1:
-            self.announce(f"step {step}: the variance is frozen; from here on momentum travels in 1 bit per element")
+        if self.begins_compression(step):
             self._enter_compression([flat for flat in self.flats if self.stays_local(flat)])
         travelling, before, kept = [], {}, []
         for flat in self.flats:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.checkpoint.folder import LATEST
-from tests.bench.process import machine_facts
+from tests.bench.process import machine_facts, publish
 
 WIDTH, NUM_BLOCKS = 1024, 24
 """25 M parameters: 300 MB with the moments."""
@@ -149,10 +149,7 @@ def main() -> None:
         f"A step during a save takes {median(ratios):.2f} times as long ({min(ratios):.2f}..{max(ratios):.2f}).",
     ]
     text = "\n".join(lines) + "\n"
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
+    publish(text, args.output)
 
 
 if __name__ == "__main__":

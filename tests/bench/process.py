@@ -64,3 +64,11 @@ def machine_facts() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+
+
+def publish(text: str, output: Path | None) -> None:
+    """Print a page, and write it where asked."""
+    print(text)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from tests.bench.process import REPOSITORY, machine_facts
+from tests.bench.process import REPOSITORY, machine_facts, publish
 
 IMPORT_ENGINE = "import engine"
 IMPORT_TORCH = """
@@ -70,10 +70,7 @@ def main() -> None:
     lines += ["| until | seconds (min..max) |", "| --- | --- |"]
     lines += [f"| {name} | {median(each):.3f} ({min(each):.3f}..{max(each):.3f}) |" for name, each in runs.items()]
     text = "\n".join(lines) + "\n"
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
+    publish(text, args.output)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import engine
 from engine.config import EngineError
 from tests.parity.small import Case, Layers, config_of, gpt, regression_batch, run_steps, seeded, token_batch
 from tests.parity.toy import part
+from tests.reports.heard import Log
 
 WORLD = 2
 STAGES = range(4)
@@ -23,16 +24,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}},
 }
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("engine").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def train_poisoned(stage: int, precision: str, value: float, poisoned: tuple[int, ...]) -> dict[str, Any]:

@@ -17,20 +17,11 @@ from engine.collectives.stall import watch
 from engine.full_state import foreign_clipping
 from tests.parity.small import CASES, Case, Layers, Normalised, config_of, regression_batch, run_steps, seeded
 from tests.parity.toy import part
+from tests.reports.heard import Log
 
 WORLD = 2
 STAGES = range(4)
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("engine").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def write_scalars(folder: str) -> bool:

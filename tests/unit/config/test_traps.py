@@ -9,15 +9,8 @@ import pytest
 from engine.config import load_config
 from engine.config.remarks import WITHOUT_EFFECT
 from tests.unit.config.conftest import notes_of, problems_of
+from tests.unit.config.trap_case import CURRICULUM
 
-CURRICULUM = {
-    "enabled": True,
-    "curriculum_type": "seqlen",
-    "min_difficulty": 8,
-    "max_difficulty": 64,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
-}
 METRIC = {key: value for key, value in CURRICULUM.items() if key not in ("enabled", "curriculum_type")}
 
 INVALID: dict[str, tuple[dict[str, Any], str, str]] = {
