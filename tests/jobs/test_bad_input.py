@@ -16,8 +16,8 @@ from tests.jobs.conftest import Arguments
 from tests.jobs.job import EXAMPLE, MODELS, ROOT, Finished, run, start
 
 MISTAKE, FAILURE = 2, 1
-MAX_SECONDS = 20
-"""Ten on a quiet machine."""
+MAX_SECONDS = 60
+"""Tells a hang from an end, on a machine that is busy with other tests: alone, every case here ends within ten."""
 
 
 def assert_told(finished: Finished, code: int, *words: str) -> None:
