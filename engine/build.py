@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,10 @@ from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
-from engine.optim.factory import granularity
+from engine.optim.factory import granularity_of
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
-from engine.optim.optimizer import EngineOptimizer
-from engine.optim.schedule_factory import build_schedule, client_schedule
+from engine.optim.schedule_factory import schedule_on
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
 from engine.parameters import ParameterRegistry, check_free, claim, persistent_buffers
@@ -61,7 +59,7 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, _granularity(plan, client))
+    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
     reduction = data_parallel.reduction
 
     # data and roles
@@ -70,7 +68,7 @@ def build(
     sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
-    schedule = _schedule(plan, lr_scheduler, stepper)
+    schedule = schedule_on(stepper, plan.schedule, lr_scheduler)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
@@ -107,7 +105,7 @@ def build(
         roles,
         ledger,
         compute_dtype=zero.DTYPES[plan.precision.compute] if plan.precision.compute != "fp32" else None,
-        autocast=_autocast(plan, device),
+        autocast=zero.autocast(plan.precision, device),
         watchers=build_watchers(plan, output, mesh.rank, mesh.world_size),
         state=state,
         frozen=data_parallel.frozen,
@@ -115,24 +113,3 @@ def build(
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,
     )
-
-
-def _granularity(plan: Plan, client: torch.optim.Optimizer | None) -> zero.Granularity:
-    if client is not None:
-        return granularity(type(client))
-    return granularity(plan.optimizer.type) if plan.optimizer is not None else "elementwise"
-
-
-def _schedule(plan: Plan, lr_scheduler: Any, optimizer: EngineOptimizer | None) -> Any:
-    if optimizer is None:
-        return NoSchedule()
-    if lr_scheduler is None:
-        return build_schedule(plan.schedule, optimizer)
-    return client_schedule(lr_scheduler, optimizer)
-
-
-def _autocast(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    if plan.precision.autocast is None:
-        return contextlib.nullcontext
-    dtype = zero.DTYPES[plan.precision.autocast]
-    return lambda: torch.autocast(device.type, dtype)

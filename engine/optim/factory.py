@@ -126,6 +126,13 @@ def granularity(optimizer: str | type[torch.optim.Optimizer]) -> Granularity:
     return "elementwise" if cls in _ELEMENTWISE else "whole"
 
 
+def granularity_of(plan: OptimizerPlan | None, client: torch.optim.Optimizer | None) -> Granularity:
+    """`granularity` of the optimizer that will step: the client's, else the JSON's."""
+    if client is not None:
+        return granularity(type(client))
+    return granularity(plan.type) if plan is not None else "elementwise"
+
+
 def fused_arguments(cls: type[torch.optim.Optimizer], device: torch.device) -> dict[str, Any]:
     """``{"fused": True}`` where ``cls`` has a one-kernel step on that kind of device, else torch's own choice."""
     # mypy takes the class's __hash__ for its instances'.

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from engine.contracts import EngineError
+from engine.contracts import EngineError, NoSchedule
 from engine.optim.one_cycle import OneCycle
 from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedules import ConstantSchedule, LRRangeTest, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -58,6 +58,13 @@ def schedule_class(type_name: str) -> type[LRScheduler]:
     near = difflib.get_close_matches(type_name.lower(), by_lower, n=1)
     hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
     raise EngineError(f"scheduler.type {type_name!r} is unknown.{hint} Known: {', '.join(names)}.")
+
+
+def schedule_on(optimizer: EngineOptimizer | None, plan: SchedulePlan | None, client: Any) -> Any:
+    """The client's scheduler, else the plan's; `NoSchedule` where nothing is optimized."""
+    if optimizer is None:
+        return NoSchedule()
+    return build_schedule(plan, optimizer) if client is None else client_schedule(client, optimizer)
 
 
 def build_schedule(plan: SchedulePlan | None, optimizer: torch.optim.Optimizer) -> LRScheduler:

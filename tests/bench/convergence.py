@@ -31,6 +31,8 @@ MIN_LOST = 0.01
 """Without error feedback it must be at least this much above 1-bit Adam's."""
 BASE, WITHOUT_FEEDBACK = "AdamW", "OneBitAdam without error feedback"
 FREEZE_FRACTION = 0.2
+FIRST_SEED = 1
+"""Rates were chosen on seed 0."""
 LR = {"AdamW": 2e-3, "OneBitAdam": 2e-3, "ZeroOneAdam": 2e-3, "OneBitLamb": 4e-2}
 NAMES = (*LR, WITHOUT_FEEDBACK)
 
@@ -238,7 +240,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    setting, seeds = Setting(num_steps=args.steps), range(args.seeds)
+    setting, seeds = Setting(num_steps=args.steps), range(FIRST_SEED, FIRST_SEED + args.seeds)
     found = measure(setting, args.optimizers, seeds, args.results, args.timeout)
     picture = args.output.with_suffix(".png") if args.output and BASE in found else None
     text = page(setting, seeds, found, machine_facts(), picture.name if picture else None)

@@ -6,8 +6,10 @@ First file to read: buckets.py (stages 0 to 2), then fully_sharded.py (stage 3).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from engine.plan import Plan, PrecisionPlan
 
 log = logging.getLogger("engine")
 
-__all__ = ["DTYPES", "Granularity", "ParameterShard", "Zero", "apply"]
+__all__ = ["DTYPES", "Granularity", "ParameterShard", "Zero", "apply", "autocast"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,14 @@ def cast_buffers(model: nn.Module, precision: PrecisionPlan) -> None:
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_floating_point():
                 setattr(module, key, buffer.to(DTYPES[precision.buffers]))
+
+
+def autocast(precision: PrecisionPlan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What every forward runs in: ``torch_autocast`` where it is on."""
+    if precision.autocast is None:
+        return nullcontext
+    dtype = DTYPES[precision.autocast]
+    return lambda: torch.autocast(device.type, dtype)
 
 
 def _uniform(registry: ParameterRegistry, precision: PrecisionPlan) -> PrecisionPlan:
