@@ -21,6 +21,7 @@ from engine.plan.plan import (
     PrecisionPlan,
     Resolved,
     SchedulePlan,
+    TokenDropPlan,
     World,
     ZeroPlan,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "PrecisionPlan",
     "Resolved",
     "SchedulePlan",
+    "TokenDropPlan",
     "TrafficEstimate",
     "Verdict",
     "World",

@@ -28,6 +28,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.token_drop import resolve_token_drop
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -103,6 +104,7 @@ def sketch(
     zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
+    token_drop = run(resolve_token_drop, config, degrees, facts, findings)
     run(check_combinations, config, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
@@ -124,6 +126,7 @@ def sketch(
         schedule=schedule,
         seed=seed,
         curriculum=curriculum,
+        token_drop=token_drop,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

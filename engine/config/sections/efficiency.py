@@ -284,6 +284,36 @@ class LtdScheduleSection(Section):
     max_value: int | None = Field(None, ge=1, description="Tokens kept at the end.")
     schedule_type: Literal["fixed_linear"] = Field("fixed_linear", description="How the number grows.")
     schedule_config: LtdScheduleConfigSection | None = Field(None, description="Arguments of the schedule.")
+    compat: Literal["deepspeed"] | None = Field(
+        None, description='"deepspeed": numbers as DeepSpeed computes them, which may miss both ends.'
+    )
+
+    def faults_when_on(self) -> Iterator[Fault]:
+        low, high, config = self.min_value, self.max_value, self.schedule_config or LtdScheduleConfigSection()
+        for key in ("min_value", "max_value"):
+            if getattr(self, key) is None:
+                yield Fault(key, "is missing, and random_ltd is enabled", "an integer >= 1")
+        for key in ("require_steps", "seq_per_step"):
+            if getattr(config, key) is None:
+                yield Fault(f"schedule_config.{key}", "is missing, and random_ltd is enabled", "an integer >= 1")
+        if low is None or high is None:
+            return
+        if low > high:
+            yield Fault("min_value", f"{low} is above max_value {high}", f"at most {high}", depends=("max_value",))
+            return
+        size, where = config.seq_per_step, "schedule_config.seq_per_step"
+        for key, value in (("min_value", low), ("max_value", high)):
+            if size is not None and value % size and self.compat is None:
+                below = value // size * size
+                fits = f"{below} or {below + size}" if below else f"{size}"
+                yield Fault(
+                    where,
+                    f"{size} does not divide {key} {value}: {value} = {value // size} x {size} + {value % size}",
+                    f"a divisor of {value}",
+                    f'set {key} to {fits}, or seq_per_step to a divisor; "compat": "deepspeed" does what DeepSpeed '
+                    "does",
+                    depends=(key,),
+                )
 
 
 class LayerTokenScheduleSection(Section):
@@ -307,7 +337,23 @@ class RandomLtdSection(Section):
         when(
             "enabled",
             True,
-            properties={"layer_token_lr_schedule": {"properties": {"enabled": {"const": False}}}},
+            required=["random_ltd_schedule"],
+            properties={
+                "layer_token_lr_schedule": {"properties": {"enabled": {"const": False}}},
+                "random_ltd_schedule": {
+                    "type": "object",
+                    "required": ["min_value", "max_value", "schedule_config"],
+                    "properties": {
+                        "min_value": _PRESENT,
+                        "max_value": _PRESENT,
+                        "schedule_config": {
+                            "type": "object",
+                            "required": ["require_steps", "seq_per_step"],
+                            "properties": dict.fromkeys(("require_steps", "seq_per_step"), _PRESENT),
+                        },
+                    },
+                },
+            },
         ),
     )
 
@@ -337,6 +383,26 @@ class RandomLtdSection(Section):
                 f"names {len(ids)} layers; random_ltd_layer_num is {count}",
                 f"{count} numbers",
                 depends=("random_ltd_layer_num",),
+            )
+        if ids is not None:
+            yield from self._layer_faults(ids)
+        if self.random_ltd_schedule is None:
+            yield Fault("random_ltd_schedule", "is missing, and random_ltd is enabled", "an object")
+            return
+        for fault in self.random_ltd_schedule.faults_when_on():
+            above = "random_ltd_schedule."
+            yield fault._replace(key=above + fault.key, depends=tuple(above + key for key in fault.depends))
+
+    def _layer_faults(self, ids: list[int]) -> Iterator[Fault]:
+        total = self.total_layer_num
+        if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
+            yield Fault("random_ltd_layer_id", f"is {ids}", "numbers of different layers, the first of which is 0")
+        elif total is not None and max(ids) >= total:
+            yield Fault(
+                "random_ltd_layer_id",
+                f"names layer {max(ids)}; total_layer_num is {total}",
+                f"0 to {total - 1}",
+                depends=("total_layer_num",),
             )
 
 
