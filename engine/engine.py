@@ -21,7 +21,7 @@ from engine.collectives.agreement import Agreement
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
-from engine.contracts import EngineError, LossSum, StepReport
+from engine.contracts import EngineError, LossSum, Place, StepReport
 from engine.data.batch import count_tokens, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
@@ -81,6 +81,7 @@ class Engine(Surface, LocalState):
         self._batches: Iterator[Any] | None = None
         state.add(Counters(self))
         roles.curriculum.follow(lambda: self.global_steps - self.skipped_steps)
+        roles.saved_work.place = self._place
         self._share_state()
         ledger.book("start")
         watchers.on_start(plan)
@@ -241,7 +242,7 @@ class Engine(Surface, LocalState):
             difficulties=difficulties,
             bytes_by_axis=self.ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
-            scalars=self._require_optimizer().scalars(),
+            scalars={**self._require_optimizer().scalars(), **self.roles.saved_work.scalars},
             nonfinite_kind=None if applied else "NaN" if math.isnan(agreed["sum_of_squares"]) else "inf",
             first_nonfinite=culprit,
         )
@@ -348,6 +349,9 @@ class Engine(Surface, LocalState):
         if count:
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
+
+    def _place(self) -> Place:
+        return Place(self.global_steps, self.global_steps - self.skipped_steps, max(self._window.num_forwards - 1, 0))
 
     def _enter(self, phase: str) -> float:
         watch.place = f"step {self.global_steps + 1}, {phase}"

@@ -17,6 +17,7 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
 from engine.mesh import Mesh
+from engine.model.layer_drop import LayerDrop
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
 from engine.plan import Plan
@@ -41,6 +42,7 @@ class Roles:
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
+    layer_drop: LayerDrop | None = None
 
 
 class Surface:
@@ -143,6 +145,15 @@ class Surface:
         if set_functions is None:
             raise EngineError("set_custom_curriculum_learning_schedule: the config switches no curriculum on")
         set_functions(schedule_func_dict)
+
+    @property
+    def progressive_layer_drop(self) -> LayerDrop | None:
+        """Layer drop with its `get_theta` and `get_state`; None where the config does not switch it on."""
+        return self.roles.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """Layer drop's theta in the step under way; None where it is off."""
+        return self.roles.layer_drop.get_theta() if self.roles.layer_drop is not None else None
 
     def _count(self, agreed: Mapping[str, float]) -> None:
         """A window's samples, tokens and layers, once for all ranks that share them."""
@@ -264,6 +275,8 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        if self.roles.layer_drop is not None:
+            self.roles.layer_drop.close()
         release(self.module)
         self.watchers.close()
         self._on_destroy()

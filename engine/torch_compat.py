@@ -82,6 +82,19 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     return get() if get is not None else dist.distributed_c10d._get_default_store()
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a node of autograd's backward, as forwards do whose activations are computed again.
+
+    Goes when torch has a public question for it; torch.utils.checkpoint itself asks this one.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place. Autograd's own count; goes when torch gives it a public name."""
+    return int(tensor._version)
+
+
 _veto: list[Callable[[list[Tensor]], bool]] = []
 
 

@@ -93,7 +93,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "data_efficiency.data_routing.random_ltd.enabled": (
         lambda config: _routing(config) is not None and _on(_routing(config).random_ltd)
     ),
-    "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (
         config.compression_training is not None
