@@ -111,6 +111,8 @@ class SavedWork:
 
     layers_skipped: int = 0
     layer_tokens: int = 0
+    refusal: str | None = None
+    """Why a layer cannot leave anything out, where that was found in a forward: the step ends the run with it."""
     place: Callable[[], Place] = Place
     sources: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
     scalars: dict[str, float] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from engine.collectives.agreement import Agreement
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
-from engine.contracts import EngineError, LossSum, Place, StepReport
+from engine.contracts import EngineError, LossSum, StepReport
 from engine.data.batch import count_tokens, loss_with_batch, place
 from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
@@ -180,6 +180,8 @@ class Engine(Surface, LocalState):
         where = f"step {self.global_steps + 1}"
         if agreed["unfrozen"]:
             refuse_unfrozen(where, self.parameter_registry, self.module)
+        if agreed["refused"]:
+            raise EngineError(self._agreement.first_text(self.roles.saved_work.refusal))
         if not agreed["scales"]:
             raise EngineError(f"{where}: step() without a gradient on any rank; call engine.backward(loss) before it")
         if agreed["foreign_scales"]:
@@ -201,6 +203,7 @@ class Engine(Surface, LocalState):
             "tokens": window.num_tokens,
             "layers_skipped": layers_skipped,
             "saved_layer_tokens": saved_layer_tokens,
+            "refused": self.roles.saved_work.refusal is not None,
             "untouched": len(self.roles.reduction.untouched()),
             "unfrozen": bool(changed_parameters(self.parameter_registry, self.module, self.last_report is None)),
             "scales": len(scales),
@@ -349,9 +352,6 @@ class Engine(Surface, LocalState):
         if count:
             return count / self._replicas / self.plan.zero.predivide_factor
         return self.roles.reduction.divisor * self._window.share
-
-    def _place(self) -> Place:
-        return Place(self.global_steps, self.global_steps - self.skipped_steps, max(self._window.num_forwards - 1, 0))
 
     def _enter(self, phase: str) -> float:
         watch.place = f"step {self.global_steps + 1}, {phase}"

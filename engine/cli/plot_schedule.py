@@ -23,7 +23,8 @@ DEFAULT_LR = 1e-3
 def run(argv: Sequence[str]) -> int:
     parser = Parser(
         "ptrain plot-schedule",
-        "Draw learning rate, momentum, batch, difficulty and layer drop's theta over the steps of a run, without it.",
+        "Draw learning rate, momentum, batch, difficulty, kept tokens and layer drop's theta over the steps of a run, "
+        "without it.",
     )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
@@ -92,6 +93,11 @@ def schedule_curves(plan: Plan, num_steps: int) -> dict[str, list[float]]:
         from engine.plan.layer_drop import theta_in
 
         curves["theta"] = [theta_in(plan.layer_drop, step, step) for step in range(num_steps)]
+    if plan.token_drop is not None:
+        from engine.data.curriculum import difficulty_at
+
+        kept = [float(difficulty_at(plan.token_drop.schedule, step)) for step in range(num_steps)]
+        curves["kept tokens"] = [min(count, float(plan.config.data.sequence_length)) for count in kept]
     return curves
 
 
@@ -155,6 +161,8 @@ def _length(plan: Plan) -> int | None:
     ]
     if plan.layer_drop is not None and plan.layer_drop.gamma:
         lengths.append(round(5 / plan.layer_drop.gamma))
+    if plan.token_drop is not None:
+        lengths.append(plan.token_drop.schedule.total_steps)
     known = [length for length in lengths if isinstance(length, int) and length > 1]
     return max(known, default=None)
 

@@ -48,10 +48,6 @@ def _sampling(config: Config) -> Any:
     return config.data_efficiency.data_sampling if config.data_efficiency else None
 
 
-def _routing(config: Config) -> Any:
-    return config.data_efficiency.data_routing if config.data_efficiency else None
-
-
 def _checkpointing_on(config: Config) -> bool:
     section = config.activation_checkpointing
     return section is not None and bool(
@@ -89,9 +85,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
-    ),
-    "data_efficiency.data_routing.random_ltd.enabled": (
-        lambda config: _routing(config) is not None and _on(_routing(config).random_ltd)
     ),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (

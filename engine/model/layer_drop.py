@@ -11,10 +11,10 @@ The gate sits inside the block's forward, so what ZeRO gathers around it never d
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.contracts import EngineError, LossSum, SavedWork
 from engine.data.batch import count_tokens
 from engine.device import same_generators
 from engine.model.hidden_state import hidden_argument, hidden_of, output_hidden, with_output_hidden
+from engine.model.replacement import Replacement
 from engine.plan import LayerDropPlan, Plan
 from engine.plan.layer_drop import SECTION, keep_probability, theta_in
 from engine.random import stream_seed
@@ -86,7 +87,7 @@ class LayerDrop:
         self._under_way: Drawn | None = None
         self._last: Drawn | None = None
         self._answering: Drawn | None = None
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._replacements: list[Replacement] = []
 
     def get_theta(self) -> float:
         """Theta of the step under way."""
@@ -101,20 +102,18 @@ class LayerDrop:
         """Replace the forwards of ``model`` and of the blocks."""
         self._saved_work.sources.append(lambda: {"Train/pld_theta": self.get_theta()})
         if not self.num_layers:
-            self._replace(model, functools.partial(self._hand_theta, model))
+            self._replacements = [HandedTheta(self, model)]
         elif self.plan.theta < 1.0 and self.plan.gamma > 0.0:
-            self._replace(model, functools.partial(self._whole_forward, model))
             names = {module: name for name, module in model.named_modules()}
-            for index, block in enumerate(self._blocks):
-                self._replace(block, Gate(self, block, names[block], index))
+            gates = [Gate(self, block, names[block], index) for index, block in enumerate(self._blocks)]
+            self._replacements = [MarkedForward(self, model), *gates]
+        for replacement in self._replacements:
+            replacement.put()
 
     def close(self) -> None:
         """Give the model its own forwards back."""
-        while self._replaced:
-            module, before = self._replaced.pop()
-            del module.forward
-            if before is not None:
-                module.forward = before
+        while self._replacements:
+            self._replacements.pop().remove()
 
     def draw(self, num_tokens: int = 0) -> Drawn:
         """The gates of the training forward that is under way."""
@@ -140,32 +139,18 @@ class LayerDrop:
             drawn.counted.add(index)
             self._saved_work.skip_layer(drawn.num_tokens)
 
-    # --- the forwards ------------------------------------------------------------------------------------------
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        before = module.__dict__.get("forward")
-        own = before or functools.partial(_forward_of_class, module)
-        signature = functools.wraps(before or type(module).forward.__get__(module))
-        self._replaced.append((module, before))
-        module.forward = signature(lambda *args, **kwargs: forward(own, *args, **kwargs))
-
-    def _hand_theta(self, model: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **{**kwargs, **self.get_state()} if model.training else kwargs)
-
-    def _whole_forward(self, model: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        trains = model.training and torch.is_grad_enabled()
-        around = self._under_way
-        self._under_way = drawn = (self.gates() or self.draw(count_tokens((args, kwargs)))) if trains else None
+    @contextmanager
+    def training_forward(self, num_tokens: int) -> Iterator[Drawn]:
+        """Around a training forward of the model, of so many tokens (local)."""
+        around, drawn = self._under_way, self.gates() or self.draw(num_tokens)
+        self._under_way = drawn
         try:
-            output = own(*args, **kwargs)
+            yield drawn
         finally:
             self._under_way = around
-        if drawn is not None:
-            self._last, self._answering = drawn, None
-            self._announce(output, drawn)
-        return output
+        self._last, self._answering = drawn, None
 
-    def _announce(self, output: Any, drawn: Drawn) -> None:
+    def announce(self, output: Any, drawn: Drawn) -> None:
         """A backward through ``output`` needs these gates again if it recomputes activations, whatever forwards came
         in between: it says so before it reaches any block."""
 
@@ -177,40 +162,68 @@ class LayerDrop:
                 leaf.register_hook(answer)
 
 
-class Gate:
+class HandedTheta(Replacement):
+    """The forward of a model that drops layers itself."""
+
+    def __init__(self, drop: LayerDrop, model: nn.Module) -> None:
+        super().__init__(model)
+        self._drop = drop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **{**kwargs, **self._drop.get_state()} if self.module.training else kwargs)
+
+
+class MarkedForward(Replacement):
+    """The forward of the model whose blocks have gates."""
+
+    def __init__(self, drop: LayerDrop, model: nn.Module) -> None:
+        super().__init__(model)
+        self._drop = drop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.inner(*args, **kwargs)
+        with self._drop.training_forward(count_tokens((args, kwargs))) as drawn:
+            output = self.inner(*args, **kwargs)
+        self._drop.announce(output, drawn)
+        return output
+
+
+class Gate(Replacement):
     """The forward of one block: its own, scaled, or a way past it."""
 
     def __init__(self, drop: LayerDrop, block: nn.Module, name: str, index: int) -> None:
-        self._drop, self._block, self._name, self._index = drop, block, f"{SECTION}: block {name}", index
+        super().__init__(block)
+        self._drop, self._name, self._index = drop, f"{SECTION}: block {name}", index
         self._returns: Any = None
         """What the block returns, with an empty tensor of its dtype as hidden state; None until it was called."""
 
-    def __call__(self, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         drawn = self._drop.gates()
-        if drawn is None or not self._block.training:
-            return own(*args, **kwargs)
+        if drawn is None or not self.module.training:
+            return self.inner(*args, **kwargs)
         args, kwargs = without_empty_caches(args, kwargs)
         hidden = hidden_of(args, kwargs, hidden_argument(args, kwargs, self._name))
         if not drawn.kept[self._index]:
             self._drop.skip(drawn, self._index)
             if self._returns is None:
-                self._learn(own, args, kwargs)
+                self._learn(args, kwargs)
             return with_output_hidden(self._returns, hidden.to(output_hidden(self._returns, self._name).dtype))
         writes = num_writes(hidden)
-        output = own(*args, **kwargs)
+        output = self.inner(*args, **kwargs)
         after = self._check(output, hidden, writes)
         scale = drawn.scales[self._index]
         if scale == 1.0:
             return output
         return with_output_hidden(output, torch.lerp(hidden.to(after.dtype), after, scale))
 
-    def _learn(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the block once for what it returns, in a run that begins with it left out; nothing remains of it."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._block.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         hidden = hidden_of(args, kwargs, hidden_argument(args, kwargs, self._name))
         writes = num_writes(hidden)
         with torch.no_grad(), same_generators(hidden.device):
-            self._check(own(*args, **kwargs), hidden, writes)
+            self._check(self.inner(*args, **kwargs), hidden, writes)
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -250,11 +263,6 @@ def without_empty_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 def _no_empty_cache(value: Any) -> Any:
     length = getattr(value, "get_seq_length", None)
     return None if length is not None and not isinstance(value, Tensor) and int(length()) == 0 else value
-
-
-def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Looked up in each call: FSDP2 gives modules another class, and Hugging Face's layers ask for it."""
-    return type(module).forward(module, *args, **kwargs)
 
 
 def _told(value: Any) -> str:

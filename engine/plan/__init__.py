@@ -22,6 +22,7 @@ from engine.plan.plan import (
     PrecisionPlan,
     Resolved,
     SchedulePlan,
+    TokenDropPlan,
     World,
     ZeroPlan,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "PrecisionPlan",
     "Resolved",
     "SchedulePlan",
+    "TokenDropPlan",
     "TrafficEstimate",
     "Verdict",
     "World",

@@ -53,8 +53,8 @@ def resolve_layer_drop(config: Config, findings: Findings) -> LayerDropPlan | No
     if pipeline is not None and pipeline.stages not in ("auto", 0, 1):
         findings.problem(
             f"{SECTION}.enabled",
-            "layers cannot be dropped under a pipeline, whose stages would wait for the fullest one; pipeline.stages is "
-            f"{pipeline.stages} ({findings.source('pipeline.stages')})",
+            "layers cannot be dropped under a pipeline, whose stages would wait for the fullest one; pipeline.stages "
+            f"is {pipeline.stages} ({findings.source('pipeline.stages')})",
             found=True,
             allowed="false",
             repair="switch off one of the two",

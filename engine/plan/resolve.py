@@ -29,6 +29,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.token_drop import resolve_token_drop
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -105,6 +106,7 @@ def sketch(
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
     layer_drop = run(resolve_layer_drop, config, findings)
+    token_drop = run(resolve_token_drop, config, degrees, facts, findings)
     run(check_combinations, config, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
@@ -127,6 +129,7 @@ def sketch(
         seed=seed,
         curriculum=curriculum,
         layer_drop=layer_drop,
+        token_drop=token_drop,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

@@ -16,6 +16,7 @@ from engine.plan.learning_rate import curve, peak
 from engine.plan.plan import Plan
 from engine.plan.render import SHARDED
 from engine.plan.sentences_run import OF_THE_RUN, Sentence
+from engine.plan.token_drop import TOKEN_DROP_SENTENCES
 
 MANY = 10**9
 """Parameters of an imagined model, to tell bytes per parameter."""
@@ -273,6 +274,7 @@ SAY_WHY = frozenset(
 SENTENCES: dict[str, Sentence] = {
     **OF_THE_RUN,
     **LAYER_DROP_SENTENCES,
+    **TOKEN_DROP_SENTENCES,
     "train_batch_size": _total,
     "train_micro_batch_size_per_gpu": _micro,
     "gradient_accumulation_steps": _accumulation,

@@ -20,7 +20,7 @@ SECTION = {"progressive_layer_drop": {"enabled": True, "theta": 0.3, "gamma": 0.
 class Stack(nn.Module):
     """(batch, sequence, 8) -> a loss, through ``layers``; ``call`` calls one."""
 
-    def __init__(self, layers: list[nn.Module], call: Callable[[nn.Module, Tensor], Any] = lambda layer, x: layer(x)):
+    def __init__(self, layers: list[nn.Module], call: Callable[[nn.Module, Tensor], Any] = nn.Module.__call__):
         super().__init__()
         self.layers, self.call = nn.ModuleList(layers), call
 

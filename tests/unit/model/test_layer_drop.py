@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ def test_the_mean_is_the_plain_output() -> None:
     saved = SavedWork(place=lambda: Place(step[0], 10**6, 0))
     drop = LayerDrop(LayerDropPlan(0.5, 1.0), 0, list(model.layers), saved)
     drop.install(model)
-    for step[0] in range(4000):
+    for step[0] in range(1500):
         seen.append(model(x).detach())
     outputs = torch.stack(seen)
     error = outputs.std(dim=0) / math.sqrt(len(seen))
@@ -149,6 +151,23 @@ def test_destroy_gives_the_model_its_own_forwards_back() -> None:
     assert list(inspect.signature(model.forward).parameters) == ["input_ids", "labels"]
     model_engine.destroy()
     assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_copy_of_the_model_is_its_own() -> None:
+    """As for a moving average of the weights."""
+    model = Stack([Residual() for _ in range(4)])
+    model_engine = start(model)
+    model_engine.global_steps = 1000
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    x = torch.randn(4, 3, 8)
+    for twin in copies:
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert torch.equal(twin(x), x.square().mean())  # its own weights, and no gates
+        assert [layer.calls for layer in twin.layers] == [1] * 4
+    model_engine.destroy()
 
 
 def test_theta_follows_applied_steps_and_is_told(tmp_path: Path) -> None:
