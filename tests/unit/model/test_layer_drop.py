@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,14 +158,13 @@ def test_a_copy_of_the_model_is_its_own() -> None:
     model = Stack([Residual() for _ in range(4)])
     model_engine = start(model)
     model_engine.global_steps = 1000
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    twin = copy.deepcopy(model)
     x = torch.randn(4, 3, 8)
-    for twin in copies:
-        with torch.no_grad():
-            for p in twin.parameters():
-                p.zero_()
-        assert torch.equal(twin(x), x.square().mean())  # its own weights, and no gates
-        assert [layer.calls for layer in twin.layers] == [1] * 4
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert torch.equal(twin(x), x.square().mean())  # its own weights, and no gates
+    assert [layer.calls for layer in twin.layers] == [1] * 4  # type: ignore[union-attr]
     model_engine.destroy()
 
 
