@@ -19,7 +19,7 @@ from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import token_drop, zero
+from engine.model import layer_drop, token_drop, zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
@@ -61,6 +61,7 @@ def build(
     # transforms, outermost axis first
     saved_work = SavedWork()
     on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
+    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
     reduction = data_parallel.reduction
 
@@ -77,7 +78,17 @@ def build(
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(loss_fn)
     roles = Roles(
-        reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, saved_work, len(blocks), on_tokens
+        reduction,
+        precision,
+        clipping,
+        stepper,
+        role,
+        curriculum,
+        cut_loss_fn,
+        saved_work,
+        len(blocks),
+        dropped,
+        on_tokens,
     )
 
     # state

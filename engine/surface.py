@@ -27,6 +27,7 @@ from engine.contracts import (
     StepReport,
 )
 from engine.mesh import Mesh
+from engine.model.layer_drop import LayerDrop
 from engine.model.token_drop import TokenDrop
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
@@ -52,6 +53,7 @@ class Roles:
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
+    layer_drop: LayerDrop | None = None
     token_drop: TokenDrop | None = None
 
 
@@ -156,6 +158,15 @@ class Surface:
         if set_functions is None:
             raise EngineError("set_custom_curriculum_learning_schedule: the config switches no curriculum on")
         set_functions(schedule_func_dict)
+
+    @property
+    def progressive_layer_drop(self) -> LayerDrop | None:
+        """Layer drop with its `get_theta` and `get_state`; None where the config does not switch it on."""
+        return self.roles.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """Layer drop's theta in the step under way; None where it is off."""
+        return self.roles.layer_drop.get_theta() if self.roles.layer_drop is not None else None
 
     def _place(self) -> Place:
         return Place(self.global_steps, self.global_steps - self.skipped_steps, max(self._window.num_forwards - 1, 0))
@@ -280,6 +291,8 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        if self.roles.layer_drop is not None:
+            self.roles.layer_drop.close()
         if self.roles.token_drop is not None:
             self.roles.token_drop.close()
         release(self.module)

@@ -86,7 +86,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
     ),
-    "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (
         config.compression_training is not None

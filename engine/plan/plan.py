@@ -172,6 +172,18 @@ class CurriculumPlan:
 
 
 @dataclass(frozen=True)
+class LayerDropPlan:
+    """``theta``: what the keep probability of the last layer approaches; ``gamma``: how fast, per step that updates.
+
+    ``deepspeed``: sample, scale and count steps as DeepSpeed and its example do (engine/model/layer_drop.py).
+    """
+
+    theta: float
+    gamma: float
+    deepspeed: bool = False
+
+
+@dataclass(frozen=True)
 class TokenDropPlan:
     """``schedule``: the tokens that a layer keeps, by the steps that have updated the model, from 0.
 
@@ -216,6 +228,7 @@ class Plan:
     schedule: SchedulePlan | None
     seed: int
     curriculum: CurriculumPlan | None = None
+    layer_drop: LayerDropPlan | None = None
     token_drop: TokenDropPlan | None = None
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()

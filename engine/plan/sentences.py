@@ -11,6 +11,7 @@ from typing import Any
 from engine.plan.estimates import DTYPE_BYTES, MOMENTS, estimate_memory, format_bytes
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import plural
+from engine.plan.layer_drop import LAYER_DROP_SENTENCES
 from engine.plan.learning_rate import curve, peak
 from engine.plan.plan import Plan
 from engine.plan.render import SHARDED
@@ -272,6 +273,7 @@ SAY_WHY = frozenset(
 
 SENTENCES: dict[str, Sentence] = {
     **OF_THE_RUN,
+    **LAYER_DROP_SENTENCES,
     **TOKEN_DROP_SENTENCES,
     "train_batch_size": _total,
     "train_micro_batch_size_per_gpu": _micro,

@@ -284,5 +284,10 @@ class ProgressiveLayerDropSection(Section):
     shorthand: ClassVar[str] = "enabled"
 
     enabled: bool = Field(False, description="Drop layers.")
-    theta: float = Field(0.5, ge=0, le=1, description="Keep probability that is approached.")
+    theta: float = Field(0.5, gt=0, le=1, description="Keep probability of the last layer that is approached.")
     gamma: float = Field(0.001, ge=0, description="Speed of the approach, per step.")
+    compat: Literal["deepspeed"] | None = Field(
+        None,
+        description='"deepspeed": scale kept layers as its example does, by another probability than they are drawn '
+        "with, and count steps as it does.",
+    )

@@ -147,7 +147,8 @@ VALUES: dict[int, list[Case]] = {
     ],
     43: [
         Case({"progressive_layer_drop": {"theta": 0.5}}, VALID, "progressive_layer_drop", "enabled is not given"),
-        Case({"progressive_layer_drop": {"enabled": True}}, LACKS, "progressive_layer_drop.enabled"),
+        Case({"progressive_layer_drop": {"enabled": True}}, VALID),
+        Case({"progressive_layer_drop": {"enabled": True, "theta": 0}}, INVALID, "progressive_layer_drop.theta"),
         Case({"curriculum_learning": {"min_difficulty": 8}}, VALID, "curriculum_learning", "enabled is not given"),
         Case({"amp": {"opt_level": "O1"}}, VALID, "amp", "enabled is not given"),
     ],
