@@ -5,6 +5,7 @@ Slow and obvious; of the engine it uses only the stream of random numbers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,23 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.random import stream_seed
-from tests.parity.toy import ADAMW, DTYPES, Result, part, toy_batch
-
-Block = Callable[[nn.Module, Tensor, int, int], Tensor]
-"""``block(module, hidden, step, layer)``; layers count from 1."""
-
-
-@dataclass
-class Recount:
-    """What a run left out, over all micro-batches: layers, and tokens times layers. ``seen``: tokens in all."""
-
-    seen: int = 0
-    layers: int = 0
-    layer_tokens: int = 0
-    skipped_steps: int = 0
-    whole_windows: int = 0
-    """How often a layer was left out in all micro-batches of a step."""
-    by_step: list[tuple[int, int, int, int]] = field(default_factory=list)
+from tests.parity.toy import ADAMW, DTYPES, GLOBAL_BATCH, SEQUENCE_LENGTH, Result, part, toy_batch
 
 
 @dataclass
@@ -71,6 +56,52 @@ def gated_loss(
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+@dataclass
+class Recount:
+    """What a run sees and leaves out. ``whole_windows``: how often a layer was left out in a whole step."""
+
+    seen: int = 0
+    layers: int = 0
+    layer_tokens: int = 0
+    skipped_steps: int = 0
+    whole_windows: int = 0
+    by_step: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Tokens seen, tokens computed, layers skipped, steps skipped: totals after each step."""
+
+
+def recount(
+    drop: Drop,
+    *,
+    steps: int,
+    num_layers: int,
+    accumulation: int,
+    dp: int,
+    samples: int = GLOBAL_BATCH,
+    length: Callable[[int], int] = lambda applied: SEQUENCE_LENGTH,
+    dropped: Callable[[int, int, int], int] = lambda layer, size, applied: 0,
+    skipped: Callable[[int], bool] = lambda step: False,
+) -> Recount:
+    """By brute force: every layer of every sample. ``length(applied steps)`` of a sequence; ``dropped(layer, length,
+    applied steps)``: the tokens of it that pass by a layer which is kept."""
+    found, applied = Recount(), 0
+    for step in range(steps):
+        never_kept = set(range(1, num_layers + 1))
+        for micro in range(accumulation):
+            gates = {layer: drop.gate(step, micro, layer, num_layers, applied)[0] for layer in range(1, num_layers + 1)}
+            never_kept -= {layer for layer, kept in gates.items() if kept}
+            found.layers += dp * list(gates.values()).count(False)
+            for _ in range(samples // accumulation):
+                found.seen += length(applied)
+                for layer, kept in gates.items():
+                    found.layer_tokens += dropped(layer, length(applied), applied) if kept else length(applied)
+        found.whole_windows += len(never_kept)
+        found.skipped_steps += skipped(step)
+        applied += not skipped(step)
+        computed = found.seen - found.layer_tokens // num_layers
+        found.by_step.append((found.seen, computed, found.layers, found.skipped_steps))
+    return found
+
+
 def oracle_run(
     model: Any,
     drop: Drop,
@@ -81,64 +112,50 @@ def oracle_run(
     precision: str = "fp32",
     optimizer: str = "AdamW",
     params: dict[str, Any] | None = None,
-    length: Callable[[int], int] = lambda applied: 10**9,
+    length: Callable[[int], int] = lambda applied: SEQUENCE_LENGTH,
     block_of: Callable[..., Tensor] = lambda block, hidden, layer, place: block(hidden),
-    skipped_tokens: Callable[[int, int, int], int] = lambda layer, size, applied: 0,
-    poisoned: Callable[[int], bool] = lambda step: False,
-    scale_of: Callable[[int], float] = lambda step: 1.0,
-) -> tuple[Result, Recount]:
+    skipped: Callable[[int], bool] = lambda step: False,
+    scale: float = 1.0,
+) -> Result:
     """One process on fp32 masters. Part i of a global batch is micro-batch i // dp of rank i % dp.
 
-    ``length(applied steps)``: to which sequences are cut. ``block_of(block, hidden, layer, place)`` with ``place`` =
-    (step, micro-batch, rank, applied steps) computes a kept block; ``skipped_tokens(layer, length, applied steps)`` is
-    how many tokens of a sequence it then leaves out. ``poisoned(step)``: the gradient is not finite, and the step is
-    skipped. ``scale_of(step)``: the loss scale.
+    ``length(applied steps)``: to which sequences are cut. ``block_of(block, hidden, layer, (step, part, applied
+    steps))`` computes a kept block. ``skipped(step)``: the gradient is not finite. ``scale``: the loss scale.
     """
     names = dict(model.named_parameters())
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in names.items()}
     for p in names.values():
         p.data = p.data.to(DTYPES[precision])
     stepper = getattr(torch.optim, optimizer)(masters.values(), **(ADAMW if params is None else params))
-    result, recount, applied, num_layers = Result(), Recount(), 0, len(model.blocks)
+    result, applied, num_layers = Result(), 0, len(model.blocks)
     for step in range(steps):
-        losses, never_kept = [], set(range(num_layers))
+        losses = []
         total: dict[str, Tensor] = {}
         for index in range(num_parts):
-            micro, rank = index // dp, index % dp
             batch = {key: rows[:, : length(applied)] for key, rows in part(toy_batch(step), index, num_parts).items()}
-            rows, size = batch["input_ids"].shape
-            gates = [drop.gate(step, micro, layer, num_layers, applied) for layer in range(1, num_layers + 1)]
-            recount.seen += rows * size
-            for layer, (kept, _) in enumerate(gates):
-                recount.layers += not kept
-                out = skipped_tokens(layer, size, applied) if kept else size
-                recount.layer_tokens += rows * out
-                never_kept -= {layer} if kept else set()
-            place = step, micro, rank, applied
-            loss = gated_loss(
-                model, batch, gates, lambda block, hidden, layer, at=place: block_of(block, hidden, layer, at)
-            )
-            (loss * scale_of(step) / num_parts).backward()
+            gates = [drop.gate(step, index // dp, layer, num_layers, applied) for layer in range(1, num_layers + 1)]
+            loss = gated_loss(model, batch, gates, functools.partial(_placed, block_of, (step, index, applied)))
+            (loss * scale / num_parts).backward()
             losses.append(loss.item())
             for name, p in names.items():
                 if p.grad is not None:
-                    total[name] = total.get(name, 0) + p.grad.float()
+                    total[name] = total.get(name, torch.zeros(())) + p.grad.float()
                     p.grad = None
-        recount.whole_windows += len(never_kept)
-        if poisoned(step):
-            recount.skipped_steps += 1
-            result.norms.append(float("nan"))
-        else:
-            for name, m in masters.items():
-                m.grad = total[name] / scale_of(step) if name in total else None
-            norm = torch.cat([m.grad.double().flatten() for m in masters.values() if m.grad is not None]).norm()
-            stepper.step()
-            applied += 1
-            for name, p in names.items():
-                p.data.copy_(masters[name].detach())
-            result.norms.append(norm.item())
         result.losses.append(sum(losses) / num_parts)
-        counted = (recount.seen, recount.seen - recount.layer_tokens // num_layers)
-        recount.by_step.append((*counted, recount.layers, recount.skipped_steps))
+        if skipped(step):
+            result.norms.append(math.nan)
+            continue
+        for name, m in masters.items():
+            m.grad = total[name] / scale if name in total else None
+        norm = torch.cat([m.grad.double().flatten() for m in masters.values() if m.grad is not None]).norm()
+        result.norms.append(norm.item())
+        stepper.step()
+        applied += 1
+        for name, p in names.items():
+            p.data.copy_(masters[name].detach())
     result.parameters = {name: m.detach().clone() for name, m in masters.items()}
-    return result, recount
+    return result
+
+
+def _placed(block_of: Callable[..., Tensor], place: tuple[int, int, int], *call: Any) -> Tensor:
+    return block_of(*call, place)

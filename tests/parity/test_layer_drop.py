@@ -12,7 +12,7 @@ import torch
 import engine
 from engine.model.layer_drop import LayerDrop
 from tests.parity.compare import assert_equal_to
-from tests.parity.layer_drop_oracle import Drop, Recount, oracle_run
+from tests.parity.layer_drop_oracle import Drop, Recount, oracle_run, recount
 from tests.parity.runs import Pieces, config_of, pieces_of, step_through, train
 from tests.parity.toy import Result, toy_model
 
@@ -43,21 +43,22 @@ def run_cases(world: int) -> list[tuple[Result, Pieces, dict[str, Any]]]:
 
 @functools.cache
 def expected(world: int, precision: str, accumulation: int, compat: str | None = None) -> tuple[Result, Recount]:
-    optimizer = {"optimizer": "AdamW", "params": DECAYS} if precision == "fp32" else {"optimizer": "SGD", "params": SGD}
-    return oracle_run(
+    optimizer, params = ("AdamW", DECAYS) if precision == "fp32" else ("SGD", SGD)
+    result = oracle_run(
         toy_model(**SMALL), Drop(compat=compat), steps=STEPS, num_parts=world * accumulation, dp=world,
-        precision=precision, **optimizer,
+        precision=precision, optimizer=optimizer, params=params,
     )  # fmt: skip
+    return result, recount(Drop(compat=compat), steps=STEPS, num_layers=4, accumulation=accumulation, dp=world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_against_a_loop_with_explicit_gates(ranks: Any, world: int) -> None:
     by_rank = ranks(world).run(run_cases, world, timeout=240.0)
     for number, (_, stage, precision, accumulation) in enumerate(case for case in CASES if case[0] == world):
-        reference, recount = expected(world, precision, accumulation)
-        assert recount.layers > 0
+        reference, counted = expected(world, precision, accumulation)
+        assert counted.layers > 0
         if accumulation == 1:
-            assert recount.whole_windows > 0, "no layer was left out in a whole step: the case proves too little"
+            assert counted.whole_windows > 0, "no layer was left out in a whole step: the case proves too little"
         tolerance = {} if precision == "fp32" else {"losses": 2e-3, "parameters": 2e-3, "norms": 2e-2}
         try:
             assert_equal_to(reference, [rank[number] for rank in by_rank], **tolerance)
@@ -98,8 +99,8 @@ def run_compat(stage: int) -> tuple[Result, Pieces, dict[str, Any]]:
 
 
 def test_deepspeeds_scale_and_count(ranks: Any) -> None:
-    reference, recount = expected(2, "fp32", 1, "deepspeed")
-    assert recount.layers > 0
+    reference, counted = expected(2, "fp32", 1, "deepspeed")
+    assert counted.layers > 0
     assert_equal_to(reference, ranks(2).run(run_compat, 0))
     assert reference.losses != expected(2, "fp32", 1)[0].losses
 

@@ -66,14 +66,18 @@ class GptOracle(nn.Module):
             if layer in (0, last):
                 x = block(x)
                 continue
-            rows = []
-            for sample in range(len(x)):
-                positions = self.now.kept(layer, sample, x.shape[1])
-                computed = dict(zip(positions, _gpt_block(block, x[sample], positions), strict=True))
-                rows.append(torch.stack([computed.get(at, x[sample, at]) for at in range(x.shape[1])]))
-            x = torch.stack(rows)
+            x = self.on_tokens(block, x, layer)
         self.now.first_sample += len(input_ids)
         return F.cross_entropy(inner.head(inner.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+    def on_tokens(self, block: nn.Module, x: Tensor, layer: int) -> Tensor:
+        """A block that drops tokens, sample by sample."""
+        rows = []
+        for sample in range(len(x)):
+            positions = self.now.kept(layer, sample, x.shape[1])
+            computed = dict(zip(positions, _gpt_block(block, x[sample], positions), strict=True))
+            rows.append(torch.stack([computed.get(at, x[sample, at]) for at in range(x.shape[1])]))
+        return torch.stack(rows)
 
     def shown(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """For `reference_run`: notes the step."""
