@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -29,6 +30,13 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sign_ = torch._foreach_sign_
 foreach_sqrt_ = torch._foreach_sqrt_
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd. Documented in torch's notes on extending; goes when it has a public address."""
+
+SOFTMAX_OPERATIONS = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+"""What softmax and the attention of the MATH backend come to below autograd; both take (scores, dim, ...)."""
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -48,6 +48,12 @@ def _sampling(config: Config) -> Any:
     return config.data_efficiency.data_sampling if config.data_efficiency else None
 
 
+def _token_drop(config: Config) -> Any:
+    """Where it is switched on."""
+    routing = config.data_efficiency.data_routing if config.data_efficiency else None
+    return routing.random_ltd if routing is not None and _on(routing.random_ltd) else None
+
+
 def _checkpointing_on(config: Config) -> bool:
     section = config.activation_checkpointing
     return section is not None and bool(
@@ -85,6 +91,9 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
+    ),
+    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": (
+        lambda config: _token_drop(config) is not None and _on(_token_drop(config).layer_token_lr_schedule)
     ),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (

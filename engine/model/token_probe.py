@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config.messages import EngineError
 from engine.model.hidden_state import ArgumentKey, hidden_of, output_hidden, with_hidden
 from engine.model.token_layout import Follow, Path, Tokens, cut, keep, map_arguments, take_rows
 from engine.random import generator, kept_positions, stream_seed
+from engine.torch_compat import SOFTMAX_OPERATIONS, DispatchMode
 
 MAX_SAMPLES, MAX_TOKENS = 2, 512
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
@@ -43,7 +43,7 @@ class _Call(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-class _Masked(TorchDispatchMode):
+class _Masked(DispatchMode):
     """Inside, kept tokens do not attend to dropped ones. ``kept``: bool (samples, tokens)."""
 
     def __init__(self, kept: Tensor) -> None:
@@ -52,7 +52,7 @@ class _Masked(TorchDispatchMode):
         self.num_masked = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default):
+        if func in SOFTMAX_OPERATIONS:
             scores, dim = args[0], args[1]
             num_samples, length = self.mask.shape[0], self.mask.shape[-1]
             is_pairs = scores.ndim >= 3 and tuple(scores.shape[-2:]) == (length, length)

@@ -63,11 +63,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "random_ltd_layer_id",
         "0 to 23",
     ),
-    "learning rates by layer tokens": (
-        section(layer_token_lr_schedule={"enabled": True}),
-        "layer_token_lr_schedule.enabled",
-        "not implemented",
-    ),
 }
 
 
@@ -79,6 +74,11 @@ def test_sections_that_cannot_be_meant_are_refused(name: str) -> None:
     (problem,) = caught.value.problems
     assert problem.path == f"{LTD}.{key}"
     assert words in problem.render()
+
+
+def test_learning_rates_by_layer_tokens_are_not_built() -> None:
+    config = load_config({**BATCH, **section(layer_token_lr_schedule={"enabled": True})})
+    assert config.not_built == (f"{LTD}.layer_token_lr_schedule.enabled",)
 
 
 def test_deepspeeds_numbers_need_no_divisor(make_plan: MakePlan) -> None:

@@ -59,11 +59,11 @@ class LtdScheduleSection(Section):
 
 
 class LayerTokenScheduleSection(Section):
-    """DeepSpeed refuses it when enabled."""
+    """A learning rate that follows layer tokens; DeepSpeed has only its keys."""
 
     ignored_by_deepspeed: ClassVar[bool] = True
 
-    enabled: bool = Field(False, description="Not implemented in DeepSpeed.")
+    enabled: bool = Field(False, description="Let the learning rate follow layer tokens.")
     total_layer_tokens: int | None = Field(None, ge=1, description="Layer tokens of the whole run.")
     warmup_type: str | None = Field(None, description="Kind of warm-up.")
     warmup_layer_tokens: int | None = Field(None, ge=0, description="Layer tokens of the warm-up.")
@@ -81,7 +81,6 @@ class RandomLtdSection(Section):
             True,
             required=["random_ltd_schedule"],
             properties={
-                "layer_token_lr_schedule": {"properties": {"enabled": {"const": False}}},
                 "random_ltd_schedule": {
                     "type": "object",
                     "required": ["min_value", "max_value", "schedule_config"],
@@ -109,15 +108,15 @@ class RandomLtdSection(Section):
         "batch_seq_dim", description="Layout of activations."
     )
     random_ltd_schedule: LtdScheduleSection | None = Field(None, description="How many tokens are kept.")
-    layer_token_lr_schedule: LayerTokenScheduleSection | None = Field(None, description="Must be off.")
+    layer_token_lr_schedule: LayerTokenScheduleSection | None = Field(
+        None, description="Learning rates by layer tokens."
+    )
     global_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
     micro_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
 
     def faults(self) -> Iterator[Fault]:
         if not self.enabled:
             return
-        if self.layer_token_lr_schedule is not None and self.layer_token_lr_schedule.enabled:
-            yield Fault("layer_token_lr_schedule.enabled", "is not implemented, in DeepSpeed either", "false")
         ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
         if ids is not None and count is not None and len(ids) != count:
             yield Fault(
