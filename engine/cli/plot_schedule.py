@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +97,9 @@ def schedule_curves(plan: Plan, num_steps: int) -> dict[str, list[float]]:
     if plan.token_drop is not None:
         from engine.data.curriculum import difficulty_at
 
+        most = plan.config.data.sequence_length if plan.config.model is not None else math.inf
         kept = [float(difficulty_at(plan.token_drop.schedule, step)) for step in range(num_steps)]
-        curves["kept tokens"] = [min(count, float(plan.config.data.sequence_length)) for count in kept]
+        curves["kept tokens"] = [min(count, most) for count in kept]
     return curves
 
 

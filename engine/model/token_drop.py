@@ -23,6 +23,7 @@ from engine.contracts import EngineError, Place, SavedWork
 from engine.data.curriculum import difficulty_at
 from engine.mesh import Mesh
 from engine.model.hidden_state import hidden_argument, hidden_of, output_hidden, with_hidden, with_output_hidden
+from engine.model.replacement import Replacement
 from engine.model.token_layout import (
     Follow,
     Path,
@@ -62,10 +63,7 @@ def apply(
     layers = chosen_layers(section, len(blocks))
     first_sample = (plan.batch.micro_batch_size, mesh.dp_size, mesh.dp_rank)
     token_drop = TokenDrop(section, plan.seed, first_sample, saved_work)
-    names = {module: name for name, module in model.named_modules()}
-    token_drop.mark_forwards(model)
-    for layer in layers:
-        token_drop.replace(blocks[layer], f"{names[blocks[layer]]} ({type(blocks[layer]).__name__})", layer)
+    token_drop.install(model, {layer: blocks[layer] for layer in layers})
     taken = _parameters(blocks[layers[0]].forward)
     if section.mask_name and not {section.mask_name, "*"} & {*taken[0], *taken[1]} and mesh.rank == 0:
         log.warning(
@@ -124,26 +122,21 @@ class TokenDrop:
         self._micro_batch_size, self._dp_size, self._dp_rank = first_sample
         self._under_way: Forward | None = None
         self._forwards: dict[int, Forward] = {}
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._replacements: list[Replacement] = []
         self._last_kept = 0
 
-    def mark_forwards(self, model: nn.Module) -> None:
-        self._replace(model, ModelForward(self, model))
-
-    def replace(self, block: nn.Module, name: str, layer: int) -> None:
-        self._replace(block, BlockOnTokens(self, block, name, layer))
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append((module, module.__dict__.get("forward")))
-        module.forward = forward
+    def install(self, model: nn.Module, blocks: Mapping[int, nn.Module]) -> None:
+        """Replace the forwards of ``model`` and of the ``blocks``, by their layer."""
+        names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
+        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in blocks.items()]
+        self._replacements = [ModelForward(self, model), *on_tokens]
+        for replacement in self._replacements:
+            replacement.put()
 
     def close(self) -> None:
-        """Give the modules their own forward back."""
-        for module, before in self._replaced:
-            del module.forward
-            if before is not None:
-                module.forward = before
-        self._replaced.clear()
+        """Give the modules their own forwards back."""
+        while self._replacements:
+            self._replacements.pop().remove()
 
     def num_kept(self, applied_steps: int) -> int:
         """Tokens that a layer keeps of a sequence, if it has as many, after so many applied steps."""
@@ -210,23 +203,12 @@ class TokenDrop:
             )
 
 
-class Replacement:
-    """In place of a module's forward, with its signature. A copy of the module, or a pickled one, has its own again."""
-
-    def __init__(self, drop: TokenDrop, module: nn.Module) -> None:
-        self.drop, self.module, self.inner = drop, module, module.forward
-        self.__signature__ = inspect.signature(module.forward)
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.inner,)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
-
-
 class ModelForward(Replacement):
     """Marks training forwards."""
+
+    def __init__(self, drop: TokenDrop, model: nn.Module) -> None:
+        super().__init__(model)
+        self.drop = drop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self.module.training and torch.is_grad_enabled()
@@ -238,9 +220,9 @@ class BlockOnTokens(Replacement):
     """Runs a block on the kept tokens."""
 
     def __init__(self, drop: TokenDrop, block: nn.Module, name: str, layer: int) -> None:
-        super().__init__(drop, block)
-        self.name, self.layer = name, layer
-        self.names, self.keywords = _parameters(self.inner)
+        super().__init__(block)
+        self.drop, self.name, self.layer = drop, name, layer
+        self.names, _ = _parameters(block.forward)
         self.readings: dict[Any, dict[Path, Follow] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from tests.unit.config.trap_case import (
     DISCRETE,
     INVALID,
     LACKS,
-    LTD,
+    LTD_SCHEDULE,
     VALID,
     Case,
     adam,
@@ -186,9 +186,18 @@ VALUES: dict[int, list[Case]] = {
     ],
     46: [
         Case(
-            {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, "random_ltd_layer_id": [1, 2]}}}},
-            LACKS,
-            LTD,
+            {
+                "data_efficiency": {
+                    "data_routing": {
+                        "random_ltd": {
+                            "enabled": True,
+                            "random_ltd_layer_id": [1, 2],
+                            "random_ltd_schedule": LTD_SCHEDULE,
+                        }
+                    }
+                }
+            },
+            VALID,
         )
     ],
     47: [
