@@ -15,11 +15,11 @@ from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoSchedule, SavedLayout, Stateful
+from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import zero
+from engine.model import layer_drop, token_drop, zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
@@ -59,6 +59,9 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
+    saved_work = SavedWork()
+    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
+    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
     reduction = data_parallel.reduction
 
@@ -74,7 +77,19 @@ def build(
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(loss_fn)
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks))
+    roles = Roles(
+        reduction,
+        precision,
+        clipping,
+        stepper,
+        role,
+        curriculum,
+        cut_loss_fn,
+        saved_work,
+        len(blocks),
+        dropped,
+        on_tokens,
+    )
 
     # state
     state = StateTree(
