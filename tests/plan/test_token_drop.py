@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, load_config
+from engine.data.curriculum import difficulty_at
 from engine.plan import Degrees, DifficultySchedule, ModelFacts, TokenDropPlan, explain
 from engine.plan.findings import Findings
 from engine.plan.token_drop import resolve_token_drop
@@ -38,6 +39,15 @@ def test_the_printed_plan_says_it(make_plan: MakePlan) -> None:
     assert "token drop" not in make_plan({}).render()
     (said,) = [entry for entry in explain({**BATCH, **section()}, 1).keys if entry.key == f"{LTD}.enabled"]
     assert "run on a random part of each sequence's tokens" in said.meaning
+
+
+def test_the_maximum_is_reached_by_any_step(make_plan: MakePlan) -> None:
+    """DeepSpeed's own example keeps up to 197 tokens by 8; the steps here are 16."""
+    plan = make_plan(section({"min_value": 64, "max_value": 197}))
+    assert plan.token_drop is not None
+    lengths = {difficulty_at(plan.token_drop.schedule, step) for step in range(1, 200)}
+    assert max(lengths) == 197
+    assert all(length % 16 == 0 for length in lengths - {197})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

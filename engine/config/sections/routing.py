@@ -44,18 +44,16 @@ class LtdScheduleSection(Section):
             yield Fault("min_value", f"{low} is above max_value {high}", f"at most {high}", depends=("max_value",))
             return
         size, where = config.seq_per_step, "schedule_config.seq_per_step"
-        for key, value in (("min_value", low), ("max_value", high)):
-            if size is not None and value % size and self.compat is None:
-                below = value // size * size
-                fits = f"{below} or {below + size}" if below else f"{size}"
-                yield Fault(
-                    where,
-                    f"{size} does not divide {key} {value}: {value} = {value // size} x {size} + {value % size}",
-                    f"a divisor of {value}",
-                    f'set {key} to {fits}, or seq_per_step to a divisor; "compat": "deepspeed" does what DeepSpeed '
-                    "does",
-                    depends=(key,),
-                )
+        if size is not None and low % size and self.compat is None:  # the maximum is reached whatever the steps are
+            below = low // size * size
+            fits = f"{below} or {below + size}" if below else f"{size}"
+            yield Fault(
+                where,
+                f"{size} does not divide min_value {low}: {low} = {low // size} x {size} + {low % size}",
+                f"a divisor of {low}",
+                f'set min_value to {fits}, or seq_per_step to a divisor; "compat": "deepspeed" takes any',
+                depends=("min_value",),
+            )
 
 
 class LayerTokenScheduleSection(Section):
