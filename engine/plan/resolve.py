@@ -28,6 +28,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.smp import check_smp
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -104,6 +105,7 @@ def sketch(
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
     run(check_combinations, config, findings)
+    run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
     run(note_ineffective, config, findings)
