@@ -26,6 +26,8 @@ class Split:
     transposed: bool = False
     #: The output is made whole again on every tp rank.
     gather_output: bool = False
+    #: The input of a ``row`` layer arrives whole, and each tp rank takes its part of it.
+    split_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,4 +40,7 @@ class TensorPlan:
     attributes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     #: Norms and dropouts that work on a shard of the sequence.
     sequence: tuple[str, ...] = ()
+    #: Modules kept whole that see only this rank's part of an activation (a norm over single heads): the gradients of
+    #: their parameters are summed over the tp axis.
+    summed: tuple[str, ...] = ()
     origin: Origin = "json"
