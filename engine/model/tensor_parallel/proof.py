@@ -199,13 +199,14 @@ def _weights(shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=generator(SEED, PURPOSE, "weights"))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
+    """``scale``: what values of this kind are at most; a tensor that is zero but for rounding is measured by it."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return bool(torch.equal(one, other))
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(((one - other).abs() <= TOLERANCE * scale + 1e-6).all())
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return bool(((one - other).abs() <= TOLERANCE * max(largest, 1e-2 * scale)).all())
 
 
 def _by_how_much(one: Tensor, other: Tensor) -> str:

@@ -109,7 +109,9 @@ def _forward(module: nn.Module, split: Split, group: Any, size: int, rank: int, 
     def vocabulary(ids: Tensor) -> Tensor:
         local = ids - start
         outside = (local < 0) | (local >= module.weight.shape[0])
-        y = torch.nn.functional.embedding(local.masked_fill(outside, 0), module.weight)
+        padding = -1 if module.padding_idx is None else module.padding_idx - start
+        known = padding if 0 <= padding < module.weight.shape[0] else None
+        y = torch.nn.functional.embedding(local.masked_fill(outside, 0), module.weight, known)
         return _Leave.apply(y.masked_fill(outside[..., None], 0.0), group)
 
     return {"column": column, "head": column, "row": row, "vocabulary": vocabulary}[split.style]
