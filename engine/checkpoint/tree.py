@@ -70,8 +70,8 @@ class StateTree:
     """The state of one engine on one rank.
 
     ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
-    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
-    rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
+    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every data-parallel rank
+    comes from the first. What tp ranks hold alike comes from the first of them. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
     resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are
     loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
@@ -95,6 +95,7 @@ class StateTree:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
         self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
         self._writes_shards, self._empty = writes_shards, empty
+        self._is_first_data_rank = not any(place for axis, place in mesh.coordinates.items() if axis != "tp")
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
         counted = ledger.account("checkpoint")
@@ -134,9 +135,10 @@ class StateTree:
             self._optimizer.settle()
             chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
-            chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
+            chunks += [*self._parameter_chunks(_uncopied(self._trained)), *self._optimizer_chunks()]
         if not exclude_frozen:
-            mine = [s for s in self._frozen if (self._rank == 0 if s.on_every_rank else self._writes_shards)]
+            frozen = _uncopied(self._frozen)
+            mine = [s for s in frozen if (self._is_first_data_rank if s.on_every_rank else self._writes_shards)]
             chunks += self._parameter_chunks(mine)
         if self._rank == 0:
             chunks += self._buffer_chunks()
@@ -203,12 +205,12 @@ class StateTree:
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
         named = self._optimizer.named_state() if self._optimizer is not None else {}
-        for shard in self._trained:
+        for shard in _uncopied(self._trained):
             for key, value in named.get(shard.info.name, {}).items():
                 name = f"optimizer.{shard.info.name}.{key}"
                 if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
                     yield from shard.chunks(name, value)
-                elif value is not None and shard.start == 0:
+                elif value is not None and shard.start == 0 and shard.info.stands_for_all:
                     yield _whole(name, _as_tensor(value))
 
     # --- loading -----------------------------------------------------------------------------------------------
@@ -376,6 +378,11 @@ def _refusing(manifest: Manifest, name: str) -> Iterator[None]:
             f"{manifest.path}: the state of {name!r} cannot be taken over ({type(error).__name__}: {error}); it is "
             "damaged, or another version wrote it"
         ) from None
+
+
+def _uncopied(shards: Iterable[Shard]) -> list[Shard]:
+    """Those that no other tp rank saves."""
+    return [shard for shard in shards if not shard.info.is_copy]
 
 
 def _whole(name: str, tensor: Tensor) -> Chunk:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from engine.model.tensor_parallel import inferred
-from engine.model.tensor_parallel.given import numberless
+from engine.model.tensor_parallel.written import numberless
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split, TensorPlan
 

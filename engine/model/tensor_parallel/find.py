@@ -21,7 +21,7 @@ from engine.mesh import Mesh
 from engine.model.tensor_parallel.capture import Call, capture
 from engine.model.tensor_parallel import inferred, refusal
 from engine.model.tensor_parallel.describe import describe
-from engine.model.tensor_parallel.given import Given
+from engine.model.tensor_parallel.written import Written
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.json_plan import Locate, read_layer_specs, read_plan
 from engine.model.tensor_parallel.matrices import matrix_of
@@ -84,7 +84,7 @@ def find_plan(
     return Found(plan, tuple(describe(model, plan, kinds, mesh.degrees["tp"], given.notes if given else ())))
 
 
-def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Given | None:
+def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Written | None:
     """The written plan with the first claim: of the JSON, else of the model; None where neither has one."""
     if settings is not None and settings.plan:
         return read_plan(model, settings.plan, locate)
@@ -109,7 +109,7 @@ class _Search:
         self._sketch = _together(mesh, "copying the model", lambda: Sketch(model, mesh.device))
         self._calls: dict[str, Call] = {}
 
-    def kinds(self, given: Given | None, sample: Any) -> list[Kind]:
+    def kinds(self, given: Written | None, sample: Any) -> list[Kind]:
         """Units grouped by what they are and how they are to be cut; each kind's inputs captured and its data flow
         traced."""
         found: dict[Any, Kind] = {}
@@ -128,7 +128,7 @@ class _Search:
             self._sketch.hollow(block)
         return kinds
 
-    def settle(self, kind: Kind, given: Given | None) -> None:
+    def settle(self, kind: Kind, given: Written | None) -> None:
         """Find how fused outputs are divided and which numbers shrink, part by part, and prove the whole."""
         assert kind.trace is not None
         name, written = kind.names[0], dict(kind.splits)
@@ -157,6 +157,9 @@ class _Search:
             if verdict.faults:
                 raise EngineError(refusal.not_proved(given, kind.trace, None, kind.splits, name, self._size, verdict))
             kind.summed = verdict.summed
+            verdict = proof(TensorPlan(kind.splits, kind.attributes, summed=kind.summed))
+            if verdict.faults or verdict.summed:
+                raise EngineError(refusal.not_proved(given, kind.trace, None, kind.splits, name, self._size, verdict))
         self._sketch.hollow(block)
 
     def _choices(self, kind: Kind, part: Part, written: Mapping[str, Split]):
@@ -165,7 +168,7 @@ class _Search:
             for numbers in inferred.divided_numbers(kind.trace, part, splits, self._size, kind.attributes):
                 yield splits, numbers
 
-    def outer(self, given: Given | None) -> dict[str, Split]:
+    def outer(self, given: Written | None) -> dict[str, Split]:
         """What is cut over the vocabulary, and whatever else a written plan cuts outside the blocks; each layer is
         proved alone."""
         inside = {module for name, unit in self._units.items() if name for module in unit.modules()}
@@ -180,11 +183,11 @@ class _Search:
             proof = Proof(module, call_alone(module, self._size, self._mesh.device), self._mesh, name)
             verdict = proof(TensorPlan({"": split}))
             self._sketch.hollow(module)
-            if verdict.faults:
+            if verdict.faults or verdict.summed:
                 raise EngineError(refusal.not_proved_alone(name, split, verdict))
         return splits
 
-    def _written(self, given: Given, vocabulary: Mapping[str, Split]) -> dict[str, Split]:
+    def _written(self, given: Written, vocabulary: Mapping[str, Split]) -> dict[str, Split]:
         """A written plan's layers outside the blocks. One of a token embedding and an output layer that share their
         weight takes the other along."""
         splits, open_ended = {}, []
@@ -204,7 +207,7 @@ class _Search:
         return splits
 
 
-def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Given | None) -> TensorPlan:
+def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Written | None) -> TensorPlan:
     splits, attributes, summed = dict(outer), {}, []
     for kind in kinds:
         for block in kind.names:

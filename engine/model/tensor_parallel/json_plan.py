@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.config.messages import ConfigError, Problem, show
 from engine.config.sections.parallel import LayerSpecSection, PartitionConfigSection
-from engine.model.tensor_parallel.given import Given, Modules, cut_as, some, why_not
+from engine.model.tensor_parallel.written import Written, Modules, cut_as, some, why_not
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split
 
@@ -25,7 +25,7 @@ SPECS = "tensor_parallel.partition_config"
 Locate = Callable[[str], tuple[str | None, int | None, int | None]]
 
 
-def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Given:
+def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Written:
     """Match ``plan`` against the modules of ``model``.
 
     Raises ConfigError with every pattern that matches nothing, module that two patterns want differently, and module
@@ -60,10 +60,10 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Give
     for (pattern, why), names in unfit.items():
         problems.add(f"{show(pattern)} is to be cut as {plan[pattern]}, and {some(names)} {why}", pattern, _repair(why))
     problems.raise_any()
-    return Given(splits, "json", sequence=tuple(name for name, (style, _) in wanted.items() if style == "sequence"))
+    return Written(splits, "json", sequence=tuple(name for name, (style, _) in wanted.items() if style == "sequence"))
 
 
-def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: Locate) -> Given:
+def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: Locate) -> Written:
     """DeepSpeed's ``partition_config``: regular expressions on parameter names, of which the first match counts.
 
     Raises ConfigError with all that has no meaning here.
@@ -77,7 +77,6 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
         if spec not in specs
     ]
     splits: dict[str, Split] = {}
-    summed: list[str] = []
     covered: set[str] = set()
     used: set[int] = set()
     for parameter, _ in model.named_parameters():
@@ -90,9 +89,7 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
         covered.add(name)
         if len({specs[i].partition_type for i in matches}) > 1:
             notes.append(f"{parameter} matches {len(matches)} layer_specs; the first counts, as in DeepSpeed")
-        if spec.partition_type == "skip":
-            summed += [name] * spec.grad_allreduce
-        elif (split := _translated(modules[name], spec, name, problems)) is not None:
+        if spec.partition_type != "skip" and (split := _translated(modules[name], spec, name, problems)) is not None:
             splits[name] = split
     for index, spec in enumerate(specs):
         if index not in used and spec.partition_type != "skip":
@@ -104,7 +101,7 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
         if rest:
             problems.add(f"no spec matches {some(rest, 6)}, and strict_mode is on", repair='add a spec of type "skip"')
     problems.raise_any()
-    return Given(splits, "json", tuple(dict.fromkeys(summed)), notes=tuple(dict.fromkeys(notes)))
+    return Written(splits, "json", notes=tuple(dict.fromkeys(notes)))
 
 
 def _translated(module: nn.Module, spec: LayerSpecSection, name: str, problems: _Problems) -> Split | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from engine.config.messages import EngineError
-from engine.model.tensor_parallel.given import Given, Modules, cut_as, numberless, some, why_not
+from engine.model.tensor_parallel.written import Written, Modules, cut_as, numberless, some, why_not
 from engine.model.tensor_parallel.matrices import matrix_of
 from engine.model.tensor_parallel.split import Split
 
@@ -29,8 +29,9 @@ STYLES: dict[str, tuple[str, dict[str, bool]]] = {
 }
 """Style of transformers -> ours, and what else it says."""
 
-WHOLE = frozenset({"replicate", "replicated", "auto"})
-SUMMED, SEQUENCE = "replicated_with_grad_allreduce", "sequence_parallel"
+WHOLE = frozenset({"replicate", "replicated", "replicated_with_grad_allreduce", "auto"})
+"""Nothing is cut. Which gradients come out in parts is found by the proof."""
+SEQUENCE = "sequence_parallel"
 
 MEANINGLESS = {
     "embedding_colwise": "cuts an embedding by its width; here embeddings are cut by their rows",
@@ -62,7 +63,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return {key: str(style) for key, style in found.items()}
 
 
-def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Given:
+def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Written:
     """Translate ``plan`` for the modules of ``model``. Entries that match nothing are noted: a family's plan names
     layers that a configuration of it may lack.
 
@@ -70,7 +71,6 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Given:
     """
     modules = Modules(model)
     splits: dict[str, Split] = {}
-    summed: list[str] = []
     sequence: list[str] = []
     problems: list[str] = []
     unmatched: list[str] = []
@@ -85,8 +85,8 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Given:
         elif style in MEANINGLESS or (not names and style not in WHOLE):
             why = MEANINGLESS.get(style, "is given to a parameter that is in no linear layer")
             problems.append(f"{pattern}: {style!r} {why}")
-        elif style in (SUMMED, SEQUENCE):
-            (summed if style == SUMMED else sequence).extend(names)
+        elif style == SEQUENCE:
+            sequence += names
         elif style in STYLES:
             unfit = [name for name in names if (split := _split(modules[name], style)) is None]
             splits |= {name: split for name in names if (split := _split(modules[name], style)) is not None}
@@ -101,7 +101,7 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Given:
             + '\nwrite "tensor_parallel.plan" for the layers that are to be cut; what it does not name stays whole'
         )
     notes = (f"the model's plan names {some(unmatched, 4)}, which it has not",) if unmatched else ()
-    return Given(splits, "model", tuple(summed), tuple(sequence), notes)
+    return Written(splits, "model", tuple(sequence), notes)
 
 
 def _split(module: nn.Module, style: str) -> Split | None:

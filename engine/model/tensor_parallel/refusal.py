@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from engine.model.tensor_parallel import inferred
-from engine.model.tensor_parallel.given import Given, numberless, some
+from engine.model.tensor_parallel.written import Written, numberless, some
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split
@@ -23,7 +23,7 @@ WRITE = 'write "tensor_parallel.plan" ({"*.NAME": "column" | "row" | "vocabulary
 
 
 def not_proved(
-    given: Given | None,
+    given: Written | None,
     trace: Trace,
     part: Part | None,
     splits: Mapping[str, Split],
