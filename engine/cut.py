@@ -56,7 +56,7 @@ class Cut:
         return all(extent % self.size == 0 for extent in self.segments)
 
     def part(self, whole: Tensor, dimension: int | None = None) -> Tensor:
-        """This rank's part of ``whole``, a copy. ``dimension``: the one that is cut, where it is another in ``whole``."""
+        """This rank's part of ``whole``, a copy; ``dimension``: the one that is cut, where it is another there."""
         dimension = self.dimension if dimension is None else dimension
         return torch.cat([whole.narrow(dimension, start, length) for _, start, length in self.ranges()], dimension)
 

@@ -32,7 +32,8 @@ def check_free(model: nn.Module) -> None:
             what = f"its module {name}" if name else "the model"
             raise EngineError(
                 f"{what} ({type(module).__name__}) already belongs to an engine: destroy() that one first (a model "
-                "that was sharded by stage 3 or split by tensor parallelism stays cut and must be built anew), or give each engine a model of its own"
+                "that was sharded by stage 3 or split by tensor parallelism stays cut and must be built anew), or give "
+                "each engine a model of its own"
             )
 
 

@@ -29,22 +29,26 @@ from engine.cut import Cut
 
 def copied(x: Tensor, group: ShardGroup, what: str) -> Tensor:
     """``x``, whole, for layers whose weights differ between the ranks; their gradients of it are summed."""
-    return _Copied.apply(x, group, what)  # type: ignore[no-any-return]
+    y: Tensor = _Copied.apply(x, group, what)
+    return y
 
 
 def summed(x: Tensor, group: ShardGroup, what: str) -> Tensor:
     """The sum of the ranks' partial ``x``, whole."""
-    return _Summed.apply(x, group, what)  # type: ignore[no-any-return]
+    y: Tensor = _Summed.apply(x, group, what)
+    return y
 
 
 def joined(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int = -1) -> Tensor:
     """The whole of what is cut along ``dimension`` as ``cut`` says."""
-    return _Joined.apply(x, cut, group, what, dimension)  # type: ignore[no-any-return]
+    y: Tensor = _Joined.apply(x, cut, group, what, dimension)
+    return y
 
 
 def parted(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int = -1) -> Tensor:
     """This rank's part of a whole ``x``."""
-    return _Parted.apply(x, cut, group, what, dimension)  # type: ignore[no-any-return]
+    y: Tensor = _Parted.apply(x, cut, group, what, dimension)
+    return y
 
 
 class _Copied(Function):
@@ -54,7 +58,7 @@ class _Copied(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         return _sum(gradient, context.group, context.what), None, None
 
 
@@ -64,7 +68,7 @@ class _Summed(Function):
         return _sum(x, group, f"summing the output of {what}")
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         return gradient, None, None
 
 
@@ -75,7 +79,7 @@ class _Joined(Function):
         return join(x, cut, group, f"joining the output of {what}", dimension)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         return context.cut.part(gradient, context.dimension), None, None, None, None
 
 
@@ -87,7 +91,7 @@ class _Parted(Function):
         return cut.part(x, dimension)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         return join(gradient, context.cut, context.group, context.what, context.dimension), None, None, None, None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,8 @@ def gather_whole(pieces: Sequence[Piece], group: ShardGroup, device: torch.devic
 
 @torch.no_grad()
 def join_parts(
-    parts: Mapping[Hashable, Tensor], cuts: Mapping[Hashable, Cut], group: ShardGroup, device: torch.device
-) -> dict[Hashable, Tensor]:
+    parts: Mapping[Any, Tensor], cuts: Mapping[Any, Cut], group: ShardGroup, device: torch.device
+) -> dict[Any, Tensor]:
     """``parts`` with those in ``cuts`` joined from what the ranks of ``group`` hold. All ranks call it alike."""
     if group.size == 1:
         return dict(parts)

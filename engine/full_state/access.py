@@ -179,7 +179,11 @@ class FullState(ABC):
                 raise EngineError(
                     f"the optimizer has no state {key!r} for {shard.info.name}; it has {', '.join(state)}"
                 )
-            if isinstance(held, Tensor) and held.shape == shard.parameter.shape and value.numel() == shard.info.global_numel:
+            if (
+                isinstance(held, Tensor)
+                and held.shape == shard.parameter.shape
+                and value.numel() == shard.info.global_numel
+            ):
                 held.copy_(shard.part_of(value))
             else:
                 optimizer.load_named_state({shard.info.name: {**state, key: value}})

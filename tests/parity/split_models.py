@@ -1,4 +1,4 @@
-"""Models with a plan of how their layers are split over tp ranks, written by hand; and their runs, split and unsplit."""
+"""Models with a plan, written by hand, of how their layers are split over tp ranks; and what their ranks run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,11 @@ MESHES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def assert_equal_to(
-    expected: Result, by_rank: list[SplitRun], losses: float = LOSSES, parameters: float = PARAMETERS, norms: float = NORMS
+    expected: Result,
+    by_rank: list[SplitRun],
+    losses: float = LOSSES,
+    parameters: float = PARAMETERS,
+    norms: float = NORMS,
 ) -> None:
     first = by_rank[0]
     for rank in by_rank[1:]:

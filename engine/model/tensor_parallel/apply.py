@@ -39,7 +39,7 @@ def apply(
         raise EngineError(f"tensor_parallel over {size} ranks: nothing says how {type(model).__name__} is split")
     if granularity == "whole":
         raise EngineError(
-            "tensor_parallel: an optimizer that needs whole matrices (Muon, Adafactor, classes that are not known here) "
+            "tensor_parallel: an optimizer that needs whole matrices (Muon, Adafactor, a class that is not known here) "
             "cannot step on parts of them; use an elementwise one such as AdamW, or Lamb"
         )
     cuts = parameter_cuts(model, registry, plan, size, rank)

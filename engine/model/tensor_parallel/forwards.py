@@ -59,7 +59,7 @@ def _row(module: nn.Module, name: str, split: Split, cut: Cut, region: Region) -
             x = parted(x, cut, region.group, name)
         y = summed(compute(x), region.group, name)
         bias = module.bias
-        return y if bias is None else y + bias.to(y.dtype)  # type: ignore[operator, union-attr]
+        return y if bias is None else y + bias.to(y.dtype)  # type: ignore[operator]
 
     return forward
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -29,17 +28,17 @@ from engine.torch_compat import tree_map
 
 log = logging.getLogger("engine")
 
-_OF_THE_PART = frozenset(
-    "dtype device layout requires_grad requires_grad_ grad_fn is_leaf register_hook retain_grad dim ndim ndimension "
-    "is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_nested is_quantized itemsize element_size "
-    "is_contiguous get_device _version names is_inference".split()
-)
+_OF_THE_PART = """
+    dtype device layout requires_grad requires_grad_ grad_fn is_leaf register_hook retain_grad dim ndim ndimension
+    is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_nested is_quantized itemsize element_size
+    is_contiguous get_device names is_inference
+""".split()  # noqa: SIM905
 """Answered by this rank's columns as by the whole."""
-_ELEMENTWISE = frozenset(
-    "float double half bfloat16 to type contiguous clone detach cpu cuda tanh neg __neg__ mul __mul__ __rmul__ multiply "
-    "div divide true_divide __truediv__ add __add__ __radd__ sub __sub__".split()
-)
-_VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze".split())
+_ELEMENTWISE = """
+    float double half bfloat16 to type contiguous clone detach cpu cuda tanh neg __neg__ mul __mul__ __rmul__ multiply
+    div divide true_divide __truediv__ add __add__ __radd__ sub __sub__
+""".split()  # noqa: SIM905
+_VIEWS = "view reshape flatten unflatten squeeze unsqueeze".split()  # noqa: SIM905
 
 
 class CutLogits(Tensor):
@@ -69,11 +68,11 @@ class CutLogits(Tensor):
     def like(self, part: Tensor) -> CutLogits:
         return CutLogits.of(part, self.cut, self.group)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"CutLogits(shape={tuple(self.global_shape)}, columns {self.cut.rank + 1} of {self.cut.size})"
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -87,15 +86,17 @@ class CutLogits(Tensor):
                 return handled
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise EngineError(
-                f"{name} would change logits in place that are cut over {logits.cut.size if logits is not None else ''} "
-                'tp ranks; write it without changing them in place, or split the output layer with "gather_output"'
+                f"{name} would change logits in place, and they are cut over the vocabulary, a part on each tp rank; "
+                "write it without changing them in place"
             )
         _note(name)
         args, kwargs = tree_map(lambda leaf: leaf.join() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _answer(logits: CutLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(
+    logits: CutLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What can be said without joining; else NotImplemented."""
     shape, part = logits.global_shape, logits.part
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor) and value is not logits]
@@ -120,22 +121,28 @@ def _answer(logits: CutLogits, func: Callable[..., Any], name: str, args: tuple[
     if name == "__getitem__" and _leaves_last(args[1], len(shape)):
         return logits.like(part[args[1]])
     if name == "cross_entropy":
-        return _cross_entropy(*args, **kwargs)
+        return _cross_entropy(*args, **kwargs)  # may be NotImplemented, too
     return NotImplemented
 
 
 def _leaves_last(index: Any, num_dimensions: int) -> bool:
     """Whether ``tensor[index]`` keeps the last dimension whole and last."""
     items = list(index) if isinstance(index, tuple) else [index]
-    consumed = sum(
-        item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
-        for item in items
-        if item is not None and item is not Ellipsis
-    )
-    after_ellipsis = items[items.index(Ellipsis) + 1 :] if Ellipsis in [i for i in items if not isinstance(i, Tensor)] else None
-    reaches_last = consumed == num_dimensions if after_ellipsis is None else any(i is not None for i in after_ellipsis)
+    at = next((position for position, item in enumerate(items) if item is Ellipsis), None)
     last = next((item for item in reversed(items) if item is not None), None)
+    if at is not None:
+        reaches_last = any(item is not None for item in items[at + 1 :])
+    else:
+        consumed = [_num_consumed(item) for item in items]
+        reaches_last = sum(consumed) == num_dimensions
     return not reaches_last or (isinstance(last, slice) and last == slice(None))
+
+
+def _num_consumed(item: Any) -> int:
+    """How many dimensions one entry of an index stands for."""
+    if item is None:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
 _noted: set[str] = set()
@@ -204,7 +211,7 @@ class _CrossEntropy(Function):
         return losses.masked_fill(~counts, 0.0).to(logits.dtype)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         logits, local, is_here, counts, log_sum = context.saved_tensors
         slope = (logits.float() - log_sum.unsqueeze(-1)).exp_()
         here = is_here.to(slope.dtype) * (1.0 - context.smoothing)
@@ -220,9 +227,3 @@ def _check_targets(target: Tensor, counts: Tensor, vocabulary: int) -> None:
     wrong = counts & ((target < 0) | (target >= vocabulary))
     if target.device.type == "cpu" and bool(wrong.any()):
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-
-
-def cross_entropy(logits: Tensor, target: Tensor, cut: Cut, group: ShardGroup, **options: Any) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of local logits (tokens, local vocabulary), without joining them."""
-    loss: Tensor = F.cross_entropy(CutLogits.of(logits, cut, group), target, **options)
-    return loss
