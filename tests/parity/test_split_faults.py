@@ -34,9 +34,8 @@ def outcomes(ranks):
     @functools.cache
     def at(stage: int, world: int) -> dict[str | None, list[SplitRun]]:
         names = [None, *(name for name in FAULTS if stage in STAGES.get(name, (stage,)))]
-        return dict(
-            zip(names, zip(*ranks(world).run(train_with_each, stage, names, timeout=300), strict=True), strict=True)
-        )
+        by_rank = ranks(world).run(train_with_each, stage, names, timeout=300)
+        return dict(zip(names, zip(*by_rank, strict=True), strict=True))
 
     return at
 
