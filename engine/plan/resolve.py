@@ -29,6 +29,7 @@ from engine.plan.rules import (
 )
 from engine.plan.schedule import resolve_schedule
 from engine.plan.smp import check_smp
+from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -112,6 +113,8 @@ def sketch(
     run(note_vocabulary, config, findings)
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
+    run(check_tensor_parallel, config, degrees, facts, findings)
+    run(check_pairs, degrees, optimizer, findings)
     if batch is None:
         return None, findings
     result = Plan(
