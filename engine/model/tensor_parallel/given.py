@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils.data import default_collate
 
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
+from engine.model.tensor_parallel.json_plan import sequence_names
 from engine.model.tensor_parallel.split import TensorPlan
 from engine.plan import Plan
 
@@ -42,7 +44,8 @@ def tensor_plan_of(
         level = logging.WARNING if found.plan.origin == "inferred" else logging.INFO
         for line in found.lines:
             log.log(level, "%s", line)
-    return found.plan
+    sequence = sequence_names(model, settings.plan) if settings is not None else ()
+    return replace(found.plan, sequence=sequence)
 
 
 def first_samples(training_data: Any, collate_fn: Callable[..., Any] | None = None) -> Any:
