@@ -27,7 +27,9 @@ def tensor_plan_of(
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
 ) -> TensorPlan | None:
-    """None on one tp rank, and for a model that its caller has split. Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+    """None on one tp rank, and for a model that its caller has split.
+
+    Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
     A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
