@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from engine.collectives.objects import ObjectGroup
 from engine.config.messages import EngineError
 from engine.config.sections.parallel import TensorParallelSection
 from engine.cut import Cut
@@ -300,9 +300,8 @@ def _together(mesh: Mesh, what: str, task: Callable[[], T]) -> T:
         error = EngineError(
             f"tensor_parallel: {what} failed, so that no plan can be proved: {type(found).__name__}: {found}"
         )
-    errors: list[Any] = [None] * mesh.world_size
     if mesh.world_size > 1:
-        dist.all_gather_object(errors, error, group=mesh.control_group)
+        errors = ObjectGroup(mesh.control_group).gather_everywhere(error)
         error = next((found for found in errors if found is not None), None)
     if error is not None:
         raise error

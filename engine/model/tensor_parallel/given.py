@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils.data import default_collate
 
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
+from engine.model.tensor_parallel.json_plan import sequence_names
 from engine.model.tensor_parallel.split import TensorPlan
 from engine.plan import Plan
 
@@ -27,17 +29,23 @@ def tensor_plan_of(
 ) -> TensorPlan | None:
     """None on one tp rank. Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
-    Raises EngineError as `find_plan` does, the same on all ranks.
+    A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
+    author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
     if mesh.degrees["tp"] == 1:
         return None
+    settings = plan.config.tensor_parallel
+    own = getattr(model, "tensor_plan", None)
+    if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
+        return own
     sample = first_samples(training_data, collate_fn)
-    found = find_plan(model, blocks, mesh, plan.config.tensor_parallel, plan.config.locate, sample)
+    found = find_plan(model, blocks, mesh, settings, plan.config.locate, sample)
     if mesh.rank == 0:
         level = logging.WARNING if found.plan.origin == "inferred" else logging.INFO
         for line in found.lines:
             log.log(level, "%s", line)
-    return found.plan
+    sequence = sequence_names(model, settings.plan) if settings is not None else ()
+    return replace(found.plan, sequence=sequence)
 
 
 def first_samples(training_data: Any, collate_fn: Callable[..., Any] | None = None) -> Any:
