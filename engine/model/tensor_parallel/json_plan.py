@@ -97,6 +97,8 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
             notes.append(f"{parameter} matches {len(matches)} layer_specs; the first counts, as in DeepSpeed")
         if spec.partition_type != "skip" and (split := _translated(modules[name], spec, name, problems)) is not None:
             splits[name] = split
+    if any(spec.grad_allreduce for spec in specs):
+        notes.append("grad_allreduce is not read: which gradients are summed over the ranks is found")
     for index, spec in enumerate(specs):
         if index not in used and spec.partition_type != "skip":
             ends = [
