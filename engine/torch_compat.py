@@ -125,3 +125,8 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         module._get_total_norm = take_norm_or_zero
     if is_vetoed not in _veto:
         _veto.append(is_vetoed)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``function(leaf)``."""
+    return _pytree.tree_map(function, tree)
