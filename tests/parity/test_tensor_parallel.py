@@ -159,3 +159,12 @@ def test_beside_what_leaves_tokens_and_blocks_out(ranks):
     for rank in by_rank:
         assert rank.facts["tokens"] == alone.facts["tokens"]
         assert rank.facts["bytes"]["tp"] > 0
+
+
+def test_a_plan_in_the_json_with_norms_on_shards_of_the_sequence(ranks):
+    plan = {f"*.{name}_proj": "column" for name in ("q", "k", "v", "gate", "up")}
+    plan |= {"*.o_proj": "row", "*.down_proj": "row", "*.embed_tokens": "vocabulary", "*.lm_head": "vocabulary"}
+    plan |= {"*.input_layernorm": "sequence", "*.post_attention_layernorm": "sequence"}
+    config = config_of(stage=1, clip=CLIP, tensor_parallel={"plan": plan})
+    by_rank = ranks(2).run(train_split, "llama", config, 2, 3, timeout=300)
+    assert_equal_to(reference("llama", "fp32", 1, 3), by_rank)
