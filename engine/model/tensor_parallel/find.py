@@ -208,7 +208,7 @@ class _Search:
         vocabulary = {
             name: split
             for name, split in find_vocabulary(self._model, inside, self._with_head).items()
-            if is_shared_by(self._size, self._model.get_submodule(name).weight.shape, split)
+            if is_shared_by(self._size, self._model.get_parameter(f"{name}.weight").shape, split)
         }
         splits = (
             vocabulary
