@@ -83,7 +83,9 @@ def vocabulary_note(sizes: SplitSizes, tp: int) -> str:
     part = -(-vocabulary // tp)
     last = vocabulary - part * (tp - 1)
     if last < 1:
-        return f"a vocabulary of {vocabulary:,} in parts of {part:,} would leave the last of {tp} ranks none: it is whole"
+        return (
+            f"a vocabulary of {vocabulary:,} in parts of {part:,} would leave the last of {tp} ranks none: it is whole"
+        )
     return (
         f"a vocabulary of {vocabulary:,} is cut into {plural(tp - 1, 'part')} of {part:,} and a last one of {last:,}; "
         f"nothing is padded (a multiple of {tp} shares the work evenly)"

@@ -82,7 +82,7 @@ def find_plan(
     if given is not None and given.splits:
         written = TensorPlan(given.splits, given.attributes or {})
         _together(mesh, "reading the plan", lambda: parameter_cuts(model, ParameterRegistry(model), written, size, 0))
-    if given is None or (given.origin == "model" and not any(s.gather_output for s in given.splits.values())):
+    if given is None or (given.origin == "model" and not _gathers(model, given)):
         sizes = split_sizes(model, blocks)
         if problems := split_problems(sizes, size):
             raise EngineError(refusal.sizes(problems))
@@ -117,6 +117,12 @@ def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Loc
     if exact is not None:
         return Written(exact.splits, "model", exact.attributes)
     return read_model_plan(model, own) if own else None
+
+
+def _gathers(model: nn.Module, given: Written) -> bool:
+    """Whether a plan makes outputs whole again inside the blocks, where heads need not divide then."""
+    outer = find_vocabulary(model, ())
+    return any(split.gather_output for name, split in given.splits.items() if name not in outer)
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -208,7 +214,7 @@ class _Search:
         vocabulary = {
             name: split
             for name, split in find_vocabulary(self._model, inside, self._with_head).items()
-            if is_shared_by(self._size, self._model.get_submodule(name).weight.shape, split)
+            if is_shared_by(self._size, self._model.get_submodule(name), split)
         }
         splits = (
             vocabulary
@@ -247,9 +253,11 @@ class _Search:
         return splits
 
 
-def is_shared_by(size: int, shape: torch.Size, split: Split) -> bool:
+def is_shared_by(size: int, layer: nn.Module, split: Split) -> bool:
     """Whether each of ``size`` ranks gets rows of the vocabulary."""
-    return Cut(tuple(shape), int(split.transposed), (shape[int(split.transposed)],), size, size - 1).extent() > 0
+    shape: torch.Size = layer.weight.shape  # type: ignore[union-attr, assignment]
+    dimension = int(split.transposed)
+    return Cut(tuple(shape), dimension, (shape[dimension],), size, size - 1).extent() > 0
 
 
 def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Written | None) -> TensorPlan:
