@@ -273,7 +273,7 @@ def numbers_of(unit: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def is_shared_by(size: int, layer: nn.Module, split: Split) -> bool:
     """Whether each of ``size`` ranks gets rows of the vocabulary."""
-    shape: torch.Size = layer.weight.shape  # type: ignore[union-attr, assignment]
+    shape: torch.Size = layer.weight.shape  # type: ignore[assignment]
     dimension = int(split.transposed)
     return Cut(tuple(shape), dimension, (shape[dimension],), size, size - 1).extent() > 0
 
