@@ -13,8 +13,8 @@ ranks is the true value.
 | `joined_for_parts` | cut -> whole: all-gather | partial -> cut: reduce-scatter |
 | `summed_to_parts` | partial -> cut: reduce-scatter | cut -> whole: all-gather |
 
-The last two take the place of the first two where activations between layers are cut along the sequence
-(https://arxiv.org/abs/2205.05198, section 4.2.2). The first two are f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
+The first two are f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3). The last two take their place
+where activations between layers are cut along the sequence (https://arxiv.org/abs/2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations

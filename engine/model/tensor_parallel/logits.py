@@ -68,7 +68,7 @@ class CutLogits(Tensor):
     def like(self, part: Tensor) -> CutLogits:
         return CutLogits.of(part, self.cut, self.group)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"CutLogits(shape={tuple(self.global_shape)}, columns {self.cut.rank + 1} of {self.cut.size})"
 
     @classmethod
