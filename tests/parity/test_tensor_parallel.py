@@ -122,3 +122,40 @@ QUICK = {
 )
 def test_equal_to_one_process(ranks, model, mesh, stage, precision):
     run(ranks, model, mesh, stage, precision, accumulation=2 if stage == 1 else 1)
+
+
+LEFT_OUT = {
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.5},
+    "curriculum_learning": {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 16,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 8},
+    },
+    "data_efficiency": {
+        "data_routing": {
+            "random_ltd": {
+                "enabled": True,
+                "random_ltd_schedule": {
+                    "min_value": 8,
+                    "max_value": 32,
+                    "schedule_config": {"require_steps": 3, "seq_per_step": 8},
+                },
+            }
+        }
+    },
+}
+
+
+def test_beside_what_leaves_tokens_and_blocks_out(ranks):
+    """Curriculum, random-LTD and layer drop at once: the same tokens and blocks on every tp rank."""
+    config = config_of(stage=1, clip=CLIP, **LEFT_OUT)
+    small = {"width": 32}
+    (alone,) = ranks(1).run(train_split, "toy", config, 1, 4, small, timeout=300)
+    by_rank = ranks(4).run(train_split, "toy", config, 2, 4, small, timeout=300)
+    assert_equal_to(alone.result, by_rank)
+    for rank in by_rank:
+        assert rank.facts["tokens"] == alone.facts["tokens"]
+        assert rank.facts["bytes"]["tp"] > 0
