@@ -118,7 +118,7 @@ def sketch(
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
     run(check_tensor_parallel, config, degrees, facts, findings)
-    run(check_pairs, degrees, optimizer, findings)
+    run(check_pairs, config, degrees, optimizer, findings)
     if batch is None:
         return None, findings
     result = Plan(

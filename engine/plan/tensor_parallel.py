@@ -95,9 +95,32 @@ def vocabulary_note(sizes: SplitSizes, tp: int) -> str:
 NEED_WHOLE_MATRICES = ("Muon", "Adafactor")
 
 
-def check_pairs(degrees: Degrees, optimizer: OptimizerPlan | None, findings: Findings) -> None:
+def cutting_blocks_out(config: Config) -> list[str]:
+    """The switches that are on of features by which tokens or blocks are passed by."""
+    routing = config.data_efficiency.data_routing if config.data_efficiency else None
+    on = {
+        "progressive_layer_drop.enabled": config.progressive_layer_drop,
+        "data_efficiency.data_routing.random_ltd.enabled": routing.random_ltd if routing else None,
+    }
+    return [path for path, section in on.items() if section is not None and section.enabled]
+
+
+def check_pairs(config: Config, degrees: Degrees, optimizer: OptimizerPlan | None, findings: Findings) -> None:
     """What cannot go with layers that are split."""
-    if degrees.tp == 1 or optimizer is None:
+    if degrees.tp == 1:
+        return
+    settings = config.tensor_parallel
+    if settings is not None and "sequence" in settings.plan.values():
+        for path in cutting_blocks_out(config):
+            findings.problem(
+                "tensor_parallel.plan",
+                f'a norm on shards of the sequence ("sequence") needs every block on all tokens, and {path} leaves '
+                "blocks or tokens out",
+                found="sequence",
+                allowed="column, row, vocabulary, replicate",
+                repair=f"leave the norms out of the plan, or switch {path} off",
+            )
+    if optimizer is None:
         return
     why = ""
     if optimizer.type in NEED_WHOLE_MATRICES:

@@ -163,7 +163,7 @@ class SplitRun:
 
 
 def with_tp(config: dict[str, Any], tp: int) -> dict[str, Any]:
-    return {**config, "tensor_parallel": {"size": tp}}
+    return {**config, "tensor_parallel": {**config.get("tensor_parallel", {}), "size": tp}}
 
 
 def train_split(
@@ -176,6 +176,8 @@ def train_split(
 ) -> SplitRun:
     """Run ``steps`` steps of the split model; ``fault`` names one of tests/parity/split_faults.py."""
     model = MODELS[model_name](tp, **(model_arguments or {}))
+    if "plan" in config.get("tensor_parallel", {}):
+        del model.tensor_plan
     model_engine, *_ = engine.initialize(model=model, config=with_tp(config, tp))
     if fault is not None:
         from tests.parity.split_faults import FAULTS

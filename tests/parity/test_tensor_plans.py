@@ -97,6 +97,11 @@ def test_names_do_not_matter(ranks):
     assert plan["attributes"] == {"things.0.z": 2, "things.1.z": 2}
 
 
+def test_blocks_of_equal_shapes_and_other_heads_are_proved_apart(ranks):
+    plan = found(ranks, "odd", {}, changes={"z": (4, 8, 4)})
+    assert plan["attributes"] == {"things.0.z": 2, "things.1.z": 4, "things.2.z": 2}
+
+
 @pytest.mark.parametrize("name", ["example", "bert", "llama"])
 def test_a_model_without_memory_is_proved_too(ranks, name):
     assert found(ranks, name, {}, device="meta")["splits"] == found(ranks, name, {})["splits"]
@@ -167,7 +172,11 @@ def test_numbers_that_do_not_divide_are_told_with_the_nearest(ranks):
 
 def test_a_model_with_nothing_to_cut_is_refused(ranks):
     message = refused(ranks, "pointwise", {})
-    assert "there is nothing to cut in Pointwise" in message or "no forward of Pointwise" in message
+    assert "there is nothing to cut in Pointwise" in message
+    assert "it has no linear layers" in message
+    message = refused(ranks, "alone", {})
+    assert "there is nothing to cut in Sequential" in message
+    assert "0 (Linear 8 -> 8)" in message
 
 
 def test_experts_are_refused_by_the_name_of_their_style(ranks):

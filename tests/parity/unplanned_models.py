@@ -86,10 +86,10 @@ class OddBlock(nn.Module):
 class Odd(nn.Module):
     """A user's language model; ``fixed``: a number of heads that no attribute of a module holds."""
 
-    def __init__(self, width: int = 64, z: int = 4, fixed: int = 0) -> None:
+    def __init__(self, width: int = 64, z: tuple[int, ...] = (4, 4), fixed: int = 0) -> None:
         super().__init__()
         self.stuff = nn.Embedding(VOCABULARY_SIZE, width)
-        self.things = nn.Sequential(*(OddBlock(width, z, fixed) for _ in range(2)))
+        self.things = nn.Sequential(*(OddBlock(width, heads, fixed) for heads in z))
         self.out = nn.Linear(width, VOCABULARY_SIZE)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -115,7 +115,12 @@ def _seeded(make: Callable[..., nn.Module], **arguments: Any) -> nn.Module:
 
 
 def unplanned(name: str, **changes: Any) -> nn.Module:
-    makers: dict[str, Callable[..., nn.Module]] = {"example": toy_model, "odd": Odd, "pointwise": Pointwise}
+    makers: dict[str, Callable[..., nn.Module]] = {
+        "example": toy_model,
+        "odd": Odd,
+        "pointwise": Pointwise,
+        "alone": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+    }
     if name in makers:
         return _seeded(makers[name], **changes)
     return WithLoss(hugging_face(name, **changes))

@@ -62,3 +62,16 @@ def test_a_plan_in_the_json_may_leave_attention_whole():
 
 def test_without_the_model_nothing_is_said():
     assert planned(8, facts=None).degrees.tp == 8
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor", "OneBitLamb"])
+def test_optimizers_that_need_whole_tensors_are_refused_by_name(optimizer):
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 2}, "optimizer": {"type": optimizer}}
+    )
+    with pytest.raises(ConfigError) as caught:
+        plan(config, World(size=4))
+    (problem,) = caught.value.problems
+    assert problem.path == "optimizer.type"
+    assert optimizer in problem.message
+    assert "AdamW" in problem.allowed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
@@ -61,3 +62,15 @@ def apply(
     registry.split(cuts, size, rank)
     set_attributes(model, plan)
     split_forwards(model, plan, weights, blocks, Region(ShardGroup.of(mesh, "tp", ledger), mesh.device))
+    model.register_load_state_dict_pre_hook(partial(_take_parts, registry))
+
+
+def _take_parts(
+    registry: ParameterRegistry, model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: object
+) -> None:
+    """A state dict of the whole model, as anybody else writes it, is cut to this rank's parts as it is loaded."""
+    for info in registry.infos:
+        for name in (info.name, *info.aliases):
+            value = state_dict.get(prefix + name)
+            if info.cut is not None and value is not None and tuple(value.shape) == info.global_shape:
+                state_dict[prefix + name] = info.part(value)

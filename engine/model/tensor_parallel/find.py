@@ -8,6 +8,7 @@ apply(model, found.plan, ...)
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from engine.model.tensor_parallel.cuts import parameter_cuts
 from engine.model.tensor_parallel.describe import describe
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.json_plan import Locate, read_layer_specs, read_plan
+from engine.model.tensor_parallel.matrices import matrix_of
 from engine.model.tensor_parallel.model_plan import own_plan, read_model_plan
 from engine.model.tensor_parallel.outside import call_alone, find_vocabulary
 from engine.model.tensor_parallel.proof import Proof, Verdict
@@ -38,6 +40,8 @@ from engine.parameters import ParameterRegistry
 from engine.plan.tensor_parallel import split_problems
 
 T = TypeVar("T")
+PLACE = re.compile(r"(idx|index|_id|_number|depth)$")
+"""Attributes that say which of the blocks a block is."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,12 @@ def find_plan(
     if given is not None and given.splits:
         written = TensorPlan(given.splits, given.attributes or {})
         _together(mesh, "reading the plan", lambda: parameter_cuts(model, ParameterRegistry(model), written, size, 0))
-    if given is None or (given.origin == "model" and not any(s.gather_output for s in given.splits.values())):
+    if given is None or (given.origin == "model" and not _gathers(model, given)):
         sizes = split_sizes(model, blocks)
         if problems := split_problems(sizes, size):
             raise EngineError(refusal.sizes(problems))
+    if not any(matrix_of(module) or isinstance(module, nn.Embedding) for module in model.modules()):
+        raise EngineError(refusal.nothing_to_cut(model, ()))
     with_head = settings is None or settings.vocab_parallel_lm_head is not False
     search = _Search(model, _units(model, blocks), mesh, with_head)
     kinds = _together(mesh, "running one block by itself", lambda: search.kinds(given, sample))
@@ -119,6 +125,12 @@ def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Loc
     return read_model_plan(model, own) if own else None
 
 
+def _gathers(model: nn.Module, given: Written) -> bool:
+    """Whether a plan makes outputs whole again inside the blocks, where heads need not divide then."""
+    outer = find_vocabulary(model, ())
+    return any(split.gather_output for name, split in given.splits.items() if name not in outer)
+
+
 def _units(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """What is proved as one: the blocks and others of their class (an encoder's beside a decoder's); without blocks,
     the model."""
@@ -140,8 +152,9 @@ class _Search:
         found: dict[Any, Kind] = {}
         for name, unit in self._units.items():
             splits = {} if given is None else _within(name, given.splits)
-            shapes = tuple((key, tuple(p.shape)) for key, p in unit.named_parameters())
-            kind = found.setdefault((type(unit), shapes, tuple(sorted(splits))), Kind([], splits))
+            shapes = tuple((path, tuple(p.shape)) for path, p in unit.named_parameters())
+            key = (type(unit), shapes, numbers_of(unit), frozenset(splits.items()))
+            kind = found.setdefault(key, Kind([], splits))
             kind.names.append(name)
         kinds = [kind for kind in found.values() if given is None or kind.splits]
         if kinds:
@@ -208,7 +221,7 @@ class _Search:
         vocabulary = {
             name: split
             for name, split in find_vocabulary(self._model, inside, self._with_head).items()
-            if is_shared_by(self._size, self._model.get_submodule(name).weight.shape, split)
+            if is_shared_by(self._size, self._model.get_submodule(name), split)
         }
         splits = (
             vocabulary
@@ -247,9 +260,22 @@ class _Search:
         return splits
 
 
-def is_shared_by(size: int, shape: torch.Size, split: Split) -> bool:
+def numbers_of(unit: nn.Module) -> tuple[tuple[str, int], ...]:
+    """The integer attributes of its modules but for a block's place among the blocks: blocks that differ in one (heads
+    of another number and size, in matrices of the same shape) are of different kinds."""
+    return tuple(
+        (f"{name}.{key}", value)
+        for name, module in unit.named_modules()
+        for key, value in vars(module).items()
+        if type(value) is int and not PLACE.search(key)
+    )
+
+
+def is_shared_by(size: int, layer: nn.Module, split: Split) -> bool:
     """Whether each of ``size`` ranks gets rows of the vocabulary."""
-    return Cut(tuple(shape), int(split.transposed), (shape[int(split.transposed)],), size, size - 1).extent() > 0
+    shape: torch.Size = layer.weight.shape  # type: ignore[assignment]
+    dimension = int(split.transposed)
+    return Cut(tuple(shape), dimension, (shape[dimension],), size, size - 1).extent() > 0
 
 
 def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Written | None) -> TensorPlan:

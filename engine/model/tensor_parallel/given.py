@@ -10,11 +10,13 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
+from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
 from engine.model.tensor_parallel.json_plan import sequence_names
 from engine.model.tensor_parallel.split import TensorPlan
 from engine.plan import Plan
+from engine.plan.tensor_parallel import cutting_blocks_out
 
 log = logging.getLogger("engine")
 
@@ -39,6 +41,7 @@ def tensor_plan_of(
     settings = plan.config.tensor_parallel
     own = getattr(model, "tensor_plan", None)
     if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
+        _check_sequence(own, plan)
         return own
     sample = first_samples(training_data, collate_fn)
     found = find_plan(model, blocks, mesh, settings, plan.config.locate, sample)
@@ -48,6 +51,15 @@ def tensor_plan_of(
             log.log(level, "%s", line)
     sequence = sequence_names(model, settings.plan) if settings is not None else ()
     return replace(found.plan, sequence=sequence)
+
+
+def _check_sequence(tensor_plan: TensorPlan, plan: Plan) -> None:
+    """What the plan of the config checks of a tensor plan that stands in it, for one that the model brings."""
+    if tensor_plan.sequence and (others := cutting_blocks_out(plan.config)):
+        raise EngineError(
+            f"model.tensor_plan: norms on shards of the sequence need every block on all tokens, and {others[0]} "
+            "leaves blocks or tokens out; switch it off, or leave the norms out of the plan"
+        )
 
 
 def first_samples(training_data: Any, collate_fn: Callable[..., Any] | None = None) -> Any:

@@ -2,7 +2,7 @@
 
     "plan": {"*.q_proj": "column", "*.o_proj": "row", "*.embed_tokens": "vocabulary", "*.norm": "replicate"}
 
-``*`` stands for any characters, dots included. What no pattern names stays whole.
+What no pattern names stays whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
     modules, problems = Modules(model), _Problems(locate, PATH)
     wanted: dict[str, tuple[str, str]] = {}  # name -> style, pattern
     for pattern, style in plan.items():
-        matched = [first for name, first in modules.first.items() if name and fnmatch.fnmatchcase(name, pattern)]
+        matched = [first for name, first in modules.first.items() if name and is_named(name, pattern)]
         if not matched:
             near = modules.nearest(pattern)
             repair = f"did you mean {' or '.join(map(show, near))}?" if near else "see model.named_modules()"
@@ -66,7 +66,15 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
 def sequence_names(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
     """The modules that ``plan`` lets work on shards of the sequence."""
     patterns = [pattern for pattern, style in plan.items() if style == "sequence"]
-    return tuple(n for n, _ in model.named_modules() if n and any(fnmatch.fnmatchcase(n, p) for p in patterns))
+    return tuple(n for n, _ in model.named_modules() if n and any(is_named(n, p) for p in patterns))
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """``*`` stands for any characters, dots included; a ``*.`` in front for nothing as well, so that a plan fits a
+    model with and without a module around it."""
+    return fnmatch.fnmatchcase(name, pattern) or (
+        pattern.startswith("*.") and fnmatch.fnmatchcase(name, pattern.removeprefix("*."))
+    )
 
 
 def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: Locate) -> Written:

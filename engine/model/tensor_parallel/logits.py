@@ -68,7 +68,7 @@ class CutLogits(Tensor):
     def like(self, part: Tensor) -> CutLogits:
         return CutLogits.of(part, self.cut, self.group)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"CutLogits(shape={tuple(self.global_shape)}, columns {self.cut.rank + 1} of {self.cut.size})"
 
     @classmethod
@@ -169,6 +169,8 @@ def _cross_entropy(
     if not is_plain or input.part.ndim > 2 or target.ndim != input.part.ndim - 1 or target.is_floating_point():
         return NotImplemented
     logits = input.part.reshape(-1, input.part.shape[-1])
+    if torch.is_autocast_enabled(logits.device.type):
+        logits = logits.float()  # as autocast does with the whole
     losses = _CrossEntropy.apply(
         logits, target.reshape(-1), input.cut, input.group, int(ignore_index), float(label_smoothing)
     )

@@ -88,7 +88,7 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Written:
     splits: dict[str, Split] = {}
     problems: list[str] = []
     unmatched: list[str] = []
-    by_number = {}
+    by_number: dict[str, list[str]] = {}
     for name, first in modules.first.items():
         by_number.setdefault(numberless(name), []).append(first)
     parameters = {numberless(name) for name, _ in model.named_parameters()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class Sketch:
             ) from error
         self.model.eval()
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._initialise: dict[nn.Module, Callable[[nn.Module], None]] = {}
+        for owner in self.model.modules():
+            if callable(own := getattr(owner, "_init_weights", None)):
+                self._initialise |= dict.fromkeys(owner.modules(), own)
         self._real: dict[nn.Parameter, nn.Parameter] = {}
 
     def fill(self, module: nn.Module, recurse: bool = True) -> None:
@@ -80,24 +84,18 @@ class Sketch:
         hollow = [key for key, buffer in buffers if buffer.is_meta]
         for key, buffer in buffers:
             setattr(module, key, buffer.to(self.device) if not buffer.is_meta else _plain(buffer, self.device))
-        initialise = getattr(self.model, "_init_weights", None)
-        if hollow and callable(initialise):
+        initialise = self._initialise.get(module)
+        if hollow and initialise is not None:
             # transformers' models fill buffers such as rotary frequencies here; a failure leaves the plain values
             with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
                 initialise(module)
 
 
 def _plain(like: Tensor, device: torch.device) -> Tensor:
-    """Values that are legal for most uses: positive numbers, ascending indices, true."""
+    """Values that are legal for most uses: positive numbers, the first index, true."""
     if like.is_floating_point() or like.is_complex():
-        return (
-            torch.linspace(0.5, 1.5, max(like.numel(), 1), device=device)[: like.numel()]
-            .view(like.shape)
-            .to(like.dtype)
-        )
-    if like.dtype == torch.bool or not like.dim():
-        return torch.ones(like.shape, dtype=like.dtype, device=device)
-    return torch.arange(like.shape[-1], device=device).expand(like.shape).to(like.dtype).contiguous()
+        return torch.linspace(0.5, 1.5, like.numel(), device=device).view(like.shape).to(like.dtype)
+    return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device=device)
 
 
 def detached(tensor: Tensor) -> Tensor:

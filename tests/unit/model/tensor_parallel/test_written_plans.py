@@ -72,6 +72,15 @@ def test_every_mistake_of_a_plan_is_told_at_once():
     assert all(line.startswith("tensor_parallel.plan: ") for line in found)
 
 
+def test_a_plan_fits_a_model_with_and_without_a_module_around_it():
+    plan = {"*.layers.*.q_proj": "column", "*.lm_head": "vocabulary"}
+    wrapped = nn.Module()
+    wrapped.inner = Model()
+    assert set(read_plan(wrapped, plan, nowhere).splits) == {
+        f"inner.{n}" for n in read_plan(Model(), plan, nowhere).splits
+    }
+
+
 def test_two_patterns_that_agree_are_no_mistake():
     assert len(read_plan(Model(), {"*.q_proj": "column", "layers.0.q_*": "column"}, nowhere).splits) == 3
 
