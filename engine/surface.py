@@ -15,7 +15,18 @@ from torch import nn
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
-from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
+from engine.contracts import (
+    Clipping,
+    Curriculum,
+    EngineError,
+    Precision,
+    Reduction,
+    SavedWork,
+    Schedule,
+    Slices,
+    StepReport,
+    WholeSequences,
+)
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
@@ -37,6 +48,7 @@ class Roles:
     optimizer: EngineOptimizer | None
     schedule: Schedule
     curriculum: Curriculum
+    slices: Slices = field(default_factory=WholeSequences)
     loss_fn: Callable[..., Any] | None = None
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
@@ -151,7 +163,7 @@ class Surface:
         self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / replicas)
         self.layers_skipped += round(agreed["layers_skipped"] / replicas)
-        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / replicas)
+        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / (replicas / self.mesh.num_slices))
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come together in this window; its micro-steps stay counted."""
