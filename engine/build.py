@@ -19,7 +19,7 @@ from engine.contracts import NoSchedule, SavedLayout, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import zero
+from engine.model import sequence_parallel, zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
@@ -59,6 +59,7 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
+    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
     reduction = data_parallel.reduction
 
@@ -73,8 +74,8 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(loss_fn)
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks))
+    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, slices, cut_loss_fn, num_layers=len(blocks))
 
     # state
     state = StateTree(
