@@ -62,7 +62,7 @@ class SequenceSlices:
 
     def forward(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises EngineError for a batch that cannot be cut, and for a model that does not work on slices."""
-        batch = self.named(args, kwargs)
+        batch = self._named(args, kwargs)
         shape = self._checked_shape(batch)
         if not self._proof.is_done:
             self._proof.run(model, batch, shape)
