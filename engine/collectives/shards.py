@@ -149,7 +149,7 @@ class ShardGroup:
 
     def rotate(self, outgoing: Tensor, incoming: Tensor, what: str = "passing on a slice") -> Pending:
         """``outgoing`` goes to the next rank of the ring, ``incoming`` comes from the one before. Both contiguous."""
-        self.ledger.add(self.axis, "rotate", outgoing.numel() * outgoing.element_size())
+        self.ledger.add(self.axis, "send", outgoing.numel() * outgoing.element_size())
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         ticket = self.ticket(what)
         with watch.wait(ticket):
