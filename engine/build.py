@@ -75,7 +75,9 @@ def build(
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(slices.around(loss_fn))
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, slices, cut_loss_fn, num_layers=len(blocks))
+    roles = Roles(
+        reduction, precision, clipping, stepper, role, curriculum, slices, cut_loss_fn, num_layers=len(blocks)
+    )
 
     # state
     state = StateTree(

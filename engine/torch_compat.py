@@ -106,7 +106,9 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         _veto.append(is_vetoed)
 
 
-def flash_attention_cpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """torch's attention on the CPU with the log-sum-exp that `scaled_dot_product_attention` keeps to itself.
 
     Goes when torch returns it from a public function, as FlexAttention does (whose backward does not run on the CPU).

@@ -28,6 +28,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.sequence_parallel import check_slices
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -103,6 +104,7 @@ def sketch(
     zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
+    run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
     run(check_combinations, config, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)

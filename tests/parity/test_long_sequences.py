@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from tests.parity.compare import assert_equal_to
-from tests.parity.long_runs import DP, FAULTS, SPLITS, WORLD, one_process, train_slices
+from tests.parity.long_runs import DP, SPLITS, WORLD, one_process, train_slices
 from tests.parity.runs import config_of
 from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH
 
@@ -35,8 +33,6 @@ CELLS = [
     for cell in [(kind, split, stage, precision)]
 ]
 
-reference = functools.cache(one_process)
-
 
 @pytest.mark.parametrize(("kind", "split", "stage", "precision"), CELLS)
 def test_equal_to_one_process(ranks, kind, split, stage, precision):
@@ -57,3 +53,28 @@ def test_equal_to_one_process(ranks, kind, split, stage, precision):
     for _, _, facts in by_rank:
         assert facts["samples"] == STEPS * GLOBAL_BATCH
         assert facts["tokens"] == STEPS * GLOBAL_BATCH * SEQUENCE_LENGTH
+
+
+@pytest.mark.parametrize("split", ["sp2", "cp2"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("llama", "padded"),
+        pytest.param("llama", "packed", marks=pytest.mark.slow),
+        ("mistral", "padded"),
+        pytest.param("gpt2", "masked", marks=pytest.mark.slow),
+        ("bert", "padded"),
+    ],
+)
+def test_masks_of_hugging_face_models(ranks, kind, case, split):
+    """Padding, packed documents, windows, and a model that looks to both sides."""
+    by_rank = ranks(2).run(train_slices, kind, config_of(stage=1, **SPLITS[split]), case)
+    assert_equal_to(one_process(kind, case, steps=STEPS), by_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["sp2", "cp2"])
+def test_activation_checkpointing_runs_attention_again(ranks, split):
+    config = config_of(stage=1, **SPLITS[split])
+    by_rank = ranks(2).run(train_slices, "llama", config, "masked", prepare="checkpointing")
+    assert_equal_to(one_process("llama", "masked", steps=STEPS), by_rank)

@@ -14,7 +14,7 @@ from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.contracts import EngineError, Slices, WholeSequences
 from engine.mesh import Mesh
-from engine.model.sequence_parallel.attention import SlicedAttention
+from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention
 from engine.model.sequence_parallel.hugging_face import HuggingFace
 from engine.model.sequence_parallel.interception import Interception
 from engine.model.sequence_parallel.layout import Layout
@@ -44,13 +44,13 @@ def _check_model(model: nn.Module) -> None:
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if "position_ids" not in parameters and not takes_any:
         raise EngineError(
-            f"{KEYS}: forward of {type(model).__name__} takes no position_ids, so each rank would count the positions of "
-            "its slice from 0. Let it take position_ids (batch or 1, tokens) and use them where it has positions"
+            f"{KEYS}: forward of {type(model).__name__} takes no position_ids, so each rank would count the positions "
+            "of its slice from 0. Let it take position_ids (batch or 1, tokens) and use them where it has positions"
         )
     along = (nn.Conv1d, nn.RNNBase)
     for name, module in model.named_modules():
         if isinstance(module, along) and (not isinstance(module, nn.Conv1d) or module.kernel_size[0] > 1):
             raise EngineError(
                 f"{KEYS}: {name} ({type(module).__name__}) looks along the sequence, and would not see beyond the "
-                "border of a slice; set sequence_parallel_size and parallel.context_parallel to 1"
+                f"border of a slice; {SWITCH_OFF}"
             )

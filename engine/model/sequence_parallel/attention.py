@@ -18,6 +18,7 @@ from engine.model.sequence_parallel.ring import ring_attention
 from engine.model.sequence_parallel.ulysses import gather_heads, gather_sequence
 from engine.model.sequence_parallel.visibility import Visibility
 
+SWITCH_OFF = "set sequence_parallel_size and parallel.context_parallel to 1"
 Kernel = Callable[..., Tensor]
 attend_whole: Kernel = F.scaled_dot_product_attention
 """torch's own, whatever stands in its place while slices are under way."""
@@ -91,7 +92,7 @@ class SlicedAttention:
         if mask.requires_grad:
             raise EngineError(
                 "sequence parallel: the attention mask asks for a gradient (a learned bias?), which cannot be cut; "
-                "set sequence_parallel_size and parallel.context_parallel to 1"
+                f"{SWITCH_OFF}"
             )
         mask = mask[(None,) * (4 - mask.ndim)]
         length = num_tokens * self.layout.num_slices
@@ -100,9 +101,9 @@ class SlicedAttention:
         if mask.shape[-1] == num_tokens and mask.shape[-2] == 1:
             return self.gather(mask, -1, length)
         raise EngineError(
-            f"sequence parallel: an attention mask of shape {tuple(mask.shape)} for a slice of {num_tokens} of {length} "
-            f"tokens. It must tell of all {length} keys: give it with the batch, (batch, 1, {length}, {length}) or "
-            f"(batch, {length}), and make none inside the model; a causal model calls with is_causal=True and no mask"
+            f"sequence parallel: an attention mask of shape {tuple(mask.shape)} for a slice of {num_tokens} of "
+            f"{length} tokens. It must tell of all {length} keys: give it with the batch, (batch, 1, {length}, "
+            f"{length}) or (batch, {length}), and make none inside the model; a causal model calls with is_causal=True and no mask"
         )
 
     def gather(self, tensor: Tensor, dimension: int, length: int) -> Tensor:
@@ -137,14 +138,13 @@ class SlicedAttention:
             )
         if key.shape[2] != query.shape[2]:
             raise EngineError(
-                f"sequence parallel: attention from {query.shape[2]} to {key.shape[2]} tokens of a slice: keys of another "
-                "sequence (cross attention, a cache) are not cut alike; set sequence_parallel_size and "
-                "parallel.context_parallel to 1"
+                f"sequence parallel: attention from {query.shape[2]} to {key.shape[2]} tokens of a slice: keys of "
+                f"another sequence (cross attention, a cache) are not cut alike; {SWITCH_OFF}"
             )
         if dropout > 0 and self.layout.cp > 1:
             raise EngineError(
-                f"parallel.context_parallel: attention dropout {dropout:g} cannot be right in a ring, where every block "
-                "would need the random numbers of the others; set the model's attention dropout to 0, or use "
+                f"parallel.context_parallel: attention dropout {dropout:g} cannot be right in a ring, where every "
+                "block would need the random numbers of the others; set the model's attention dropout to 0, or use "
                 "sequence_parallel_size, where each rank has whole rows of some heads"
             )
 

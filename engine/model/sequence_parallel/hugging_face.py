@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.contracts import EngineError
 from engine.data.sequences import Dimensions
+from engine.model.sequence_parallel.attention import SWITCH_OFF
 from engine.model.sequence_parallel.interception import Interception
 from engine.model.sequence_parallel.visibility import Visibility
 
@@ -40,14 +41,14 @@ class HuggingFace:
         name = type(outermost).__name__
         if not hasattr(outermost, "set_attn_implementation") or not hasattr(transformers, "AttentionMaskInterface"):
             raise EngineError(
-                f"sequence parallel: {name} needs transformers 4.56 or newer, where masks and attention can be replaced; "
-                f"this is {transformers.__version__}"
+                f"sequence parallel: {name} needs transformers 4.56 or newer, where masks and attention can be "
+                f"replaced; this is {transformers.__version__}"
             )
         if not getattr(outermost, "_supports_flash_attn", False):
             raise EngineError(
                 f"sequence parallel: the attention of {name} is more than causality, windows and padding "
-                "(transformers does not mark it as fit for flash attention), so its masks cannot be cut; set "
-                "sequence_parallel_size and parallel.context_parallel to 1"
+                "(transformers does not mark it as fit for flash attention), so its masks cannot be cut; "
+                f"{SWITCH_OFF}"
             )
         self._attend_whole = transformers.AttentionInterface()["sdpa"]
         self._mask_whole = transformers.AttentionMaskInterface()["sdpa"]
@@ -97,13 +98,13 @@ class HuggingFace:
         for argument in ("position_bias", "softcap", "s_aux"):
             if kwargs.get(argument) is not None:
                 raise EngineError(
-                    f"sequence parallel: {type(module).__name__} attends with {argument}, which cannot be cut; set "
-                    "sequence_parallel_size and parallel.context_parallel to 1"
+                    f"sequence parallel: {type(module).__name__} attends with {argument}, which cannot be cut; "
+                    f"{SWITCH_OFF}"
                 )
         if window is not None and not causal:
             raise EngineError(
                 f"sequence parallel: {type(module).__name__} attends in a window to both sides, which is not built "
-                "here; set sequence_parallel_size and parallel.context_parallel to 1"
+                f"here; {SWITCH_OFF}"
             )
         if attention_mask is not None and attention_mask.ndim == 4:  # the batch's own, whole along the keys
             visibility = Visibility(mask=attention.whole_mask(attention_mask, query.shape[2]))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.contracts import EngineError
-from engine.model.sequence_parallel.attention import SlicedAttention, attend_whole
+from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention, attend_whole
 
 
 class Interception:
@@ -66,7 +66,7 @@ class Interception:
             f"sequence parallel: {where} made no call of torch.nn.functional.scaled_dot_product_attention, so nothing "
             "lets its tokens see those of other slices. Call it as F.scaled_dot_product_attention, by that name at the "
             "time of the call (nn.MultiheadAttention does with need_weights=False; Hugging Face models do where they "
-            "support attention interfaces), or set sequence_parallel_size and parallel.context_parallel to 1"
+            f"support attention interfaces), or {SWITCH_OFF}"
         )
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:

@@ -17,6 +17,7 @@ from engine.collectives.ledger import Ledger
 from engine.contracts import EngineError, LossSum
 from engine.data.batch import scalar_loss
 from engine.data.sequences import named_tensors, sequence_dimensions, truncate
+from engine.model.sequence_parallel.attention import SWITCH_OFF
 from engine.model.sequence_parallel.losses import IGNORED
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ class Proof:
         if difference is not None:
             raise EngineError(
                 f"sequence parallel: {slices.name} gives something else on slices than on whole sequences, tried with "
-                f"{length} tokens: {difference}. It may count positions by itself instead of taking position_ids, shift "
-                "labels by itself without taking shift_labels, make a mask from the number of its tokens, or look along "
-                "the sequence outside of attention (convolutions, recurrences). Let it take position_ids and labels "
-                "that are shifted already, or set sequence_parallel_size and parallel.context_parallel to 1"
+                f"{length} tokens: {difference}. It may count positions by itself instead of taking position_ids, "
+                "shift labels by itself without taking shift_labels, make a mask from the number of its tokens, or "
+                "look along the sequence outside of attention (convolutions, recurrences). Let it take position_ids and "
+                f"labels that are shifted already, or {SWITCH_OFF}"
             )
 
     def _with_border_labels(self, batch: dict[str, Any], length: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A rank holds two chunks of the sequence (layout.py), and under a causal mask half of every foreign block is nobody's
 work: of a rank before it, it needs the first chunk alone; of one behind it, its own second chunk alone needs anything.
-Why not torch's own context parallel: docs/adr/0011-ring-attention-by-hand.md.
+Why not torch's own context parallel: docs/adr/0014-ring-attention-by-hand.md.
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ class SequenceSlices:
             chunks = ", in two chunks a rank of the ring" if self.layout.cp > 1 else ""
             nearest = f"{below} and {above}" if below else str(above)
             raise EngineError(
-                f"{KEYS}: sequences of {length} tokens cannot be cut into cp {self.layout.cp} x sp {self.layout.sp} equal "
-                f"slices{chunks}: {length} = {length // unit} x {unit} + {length % unit}; the nearest lengths that fit "
-                f"are {nearest}. Pad or cut the samples (labels of padding: {IGNORED})"
+                f"{KEYS}: sequences of {length} tokens cannot be cut into cp {self.layout.cp} x sp {self.layout.sp} "
+                f"equal slices{chunks}: {length} = {length // unit} x {unit} + {length % unit}; the nearest lengths "
+                f"that fit are {nearest}. Pad or cut the samples (labels of padding: {IGNORED})"
             )
         return shape
 

@@ -44,9 +44,7 @@ def _exchange(tensors: Sequence[Tensor], group: ShardGroup, to_sequence: bool, w
     incoming = torch.empty_like(outgoing)
     group.all_to_all(outgoing, incoming, what).wait()
     arrived = incoming.split([row[0].numel() for row in rows], dim=1)
-    return tuple(
-        _joined(part.reshape(row.shape), to_sequence) for part, row in zip(arrived, rows, strict=True)
-    )
+    return tuple(_joined(part.reshape(row.shape), to_sequence) for part, row in zip(arrived, rows, strict=True))
 
 
 def _rows(tensor: Tensor, size: int, to_sequence: bool) -> Tensor:

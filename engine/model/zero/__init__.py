@@ -74,7 +74,9 @@ def apply(
     num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
     sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
     replicate_group.sum(shard_group.sum(sums))
-    same_everywhere = bool(sums[0] ** 2 == sums[1] * shard_group.size * replicate_group.size)  # no rank differs from another
+    same_everywhere = bool(
+        sums[0] ** 2 == sums[1] * shard_group.size * replicate_group.size
+    )  # no rank differs from another
     materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of, same_everywhere)
     managed = [info for info in registry.infos if info.group is not None]
     indices = {info.index for info in managed}

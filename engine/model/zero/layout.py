@@ -48,8 +48,8 @@ def build_buckets(
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. ``dp_size``: the ranks over which
-    gradients are averaged; over the slices of a sequence they are summed.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. ``dp_size``: the ranks over
+    which gradients are averaged; over the slices of a sequence they are summed.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
