@@ -103,7 +103,8 @@ class SlicedAttention:
         raise EngineError(
             f"sequence parallel: an attention mask of shape {tuple(mask.shape)} for a slice of {num_tokens} of "
             f"{length} tokens. It must tell of all {length} keys: give it with the batch, (batch, 1, {length}, "
-            f"{length}) or (batch, {length}), and make none inside the model; a causal model calls with is_causal=True and no mask"
+            f"{length}) or (batch, {length}), and make none inside the model; a causal model calls with is_causal=True "
+            "and no mask"
         )
 
     def gather(self, tensor: Tensor, dimension: int, length: int) -> Tensor:

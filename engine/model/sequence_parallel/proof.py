@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.collectives.ledger import Ledger
 from engine.contracts import EngineError, LossSum
 from engine.data.batch import scalar_loss
-from engine.data.sequences import named_tensors, sequence_dimensions, truncate
+from engine.data.sequences import named_tensors, truncate
 from engine.model.sequence_parallel.attention import SWITCH_OFF
 from engine.model.sequence_parallel.losses import IGNORED
 
@@ -43,8 +43,7 @@ class Proof:
         assert isinstance(model, nn.Module)
         slices = self._slices
         length = min(shape[1], slices.layout.unit * TOKENS_A_UNIT)
-        dimensions = sequence_dimensions(named_tensors(batch), shape, slices.keys, not slices.has_loss_fn)
-        short = self._with_border_labels(truncate(batch, dimensions, length), length)
+        short = self._with_border_labels(truncate(batch, slices.dimensions(batch, shape), length), length)
         short_shape = shape[0], length
         training = {module: module.training for module in model.modules()}
         model.eval()
@@ -61,8 +60,8 @@ class Proof:
                 f"sequence parallel: {slices.name} gives something else on slices than on whole sequences, tried with "
                 f"{length} tokens: {difference}. It may count positions by itself instead of taking position_ids, "
                 "shift labels by itself without taking shift_labels, make a mask from the number of its tokens, or "
-                "look along the sequence outside of attention (convolutions, recurrences). Let it take position_ids and "
-                f"labels that are shifted already, or {SWITCH_OFF}"
+                "look along the sequence outside of attention (convolutions, recurrences). Let it take position_ids "
+                f"and labels that are shifted already, or {SWITCH_OFF}"
             )
 
     def _with_border_labels(self, batch: dict[str, Any], length: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def ring_attention(
 ) -> Tensor:
     """``query`` (B, heads, N, D), ``key`` and ``value`` (B, groups of heads, N, D), all local: the N = S / cp tokens of
     this rank. Returns the attention of its queries over the whole sequence, (B, heads, N, D). Differentiable."""
-    return _Ring.apply(query, key, value, visibility, scale, layout, group)  # type: ignore[no-any-return]
+    return _Ring.apply(query, key, value, visibility, scale, layout, group)
 
 
 class _Ring(torch.autograd.Function):

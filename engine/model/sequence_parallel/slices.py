@@ -64,6 +64,7 @@ class SequenceSlices:
         """Raises EngineError for a batch that cannot be cut, and for a model that does not work on slices."""
         batch = self._named(args, kwargs)
         shape = self._checked_shape(batch)
+        self._check_labels(batch, self.dimensions(batch, shape))
         if not self._proof.is_done:
             self._proof.run(model, batch, shape)
         self._shape = shape
@@ -71,8 +72,7 @@ class SequenceSlices:
 
     def on_slice(self, model: Callable[..., Any], batch: dict[str, Any], shape: tuple[int, int]) -> Any:
         """The model's output for this rank's slice of the whole ``batch``, its loss that of the whole."""
-        dimensions = sequence_dimensions(named_tensors(batch), shape, self.keys, not self.has_loss_fn)
-        batch, dimensions = self._prepared(batch, dimensions, shape)
+        batch, dimensions = self._prepared(batch, self.dimensions(batch, shape), shape)
         own = self.cut(batch, dimensions, shape[1])
         with self.interception.forward(), self.hugging_face.forward(batch, dimensions):
             output = model(**own)
@@ -107,6 +107,10 @@ class SequenceSlices:
             )
 
         return loss_of_slices
+
+    def dimensions(self, batch: Any, shape: tuple[int, int]) -> Dimensions:
+        """What of a whole batch runs along the sequence."""
+        return sequence_dimensions(named_tensors(batch), shape, self.keys, not self.has_loss_fn)
 
     def cut(self, batch: Any, dimensions: Dimensions, length: int) -> Any:
         """This rank's tokens of what runs along sequences of ``length``."""
@@ -161,18 +165,20 @@ class SequenceSlices:
             )
         return shape
 
-    def _prepared(
-        self, batch: dict[str, Any], dimensions: Dimensions, shape: tuple[int, int]
-    ) -> tuple[dict[str, Any], Dimensions]:
-        """With positions, shifted labels, and without a cache, as far as the model takes them."""
-        batch, dimensions = dict(batch), dict(dimensions)
-        tokens = next(tensor for tensor in named_tensors(batch).values())
+    def _check_labels(self, batch: Mapping[str, Any], dimensions: Dimensions) -> None:
         for name in LABELS:
             if isinstance(batch.get(name), Tensor) and name not in dimensions:
                 raise EngineError(
                     f"{KEYS}: {name} ({describe(batch[name])}) does not run along the sequence: a loss that looks at "
                     "sequences as a whole cannot be put together from slices"
                 )
+
+    def _prepared(
+        self, batch: dict[str, Any], dimensions: Dimensions, shape: tuple[int, int]
+    ) -> tuple[dict[str, Any], Dimensions]:
+        """With positions, shifted labels, and without a cache, as far as the model takes them."""
+        batch, dimensions = dict(batch), dict(dimensions)
+        tokens = next(tensor for tensor in named_tensors(batch).values())
         if "position_ids" not in batch:
             batch["position_ids"] = torch.arange(shape[1], device=tokens.device)[None]
             dimensions["position_ids"] = (1,)
@@ -186,9 +192,8 @@ class SequenceSlices:
     def _share(self, batch: Mapping[str, Any], own: Mapping[str, Any]) -> Tensor | float:
         if batch.get("num_items_in_batch") is not None:  # Hugging Face's: the loss is a sum divided by it
             return 1.0
-        name = next((name for name in ("shift_labels", *LABELS) if isinstance(batch.get(name), Tensor)), None)
-        labels = (None, None) if name is None else (batch[name], own[name])
-        return share_of(*labels, self.layout.num_slices)
+        name = next((name for name in ("shift_labels", *LABELS) if isinstance(batch.get(name), Tensor)), "")
+        return share_of(batch.get(name), own.get(name), self.layout.num_slices)
 
 
 def _tells_of_keys(name: str, tensor: Tensor, dimensions: tuple[int, ...]) -> bool:

@@ -16,12 +16,12 @@ def gather_sequence(tensors: Sequence[Tensor], group: ShardGroup, what: str = "e
 
     ``sp`` divides the heads of every tensor; the tensors, of one dtype, travel in one all-to-all. Differentiable.
     """
-    return _Exchange.apply(group, what, True, *tensors)  # type: ignore[no-any-return]
+    return _Exchange.apply(group, what, True, *tensors)
 
 
 def gather_heads(tensor: Tensor, group: ShardGroup, what: str = "exchanging heads") -> Tensor:
     """The way back: (B, heads / sp, sp N, D) becomes (B, heads, N, D). Differentiable."""
-    return _Exchange.apply(group, what, False, tensor)[0]  # type: ignore[no-any-return]
+    return _Exchange.apply(group, what, False, tensor)[0]
 
 
 class _Exchange(torch.autograd.Function):
