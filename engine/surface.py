@@ -28,8 +28,9 @@ from engine.contracts import (
     WholeSequences,
 )
 from engine.mesh import Mesh
+from engine.model.tensor_parallel.by_caller import refuse_checkpoint
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import release
+from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
@@ -61,6 +62,7 @@ class Surface:
     module: nn.Module
     plan: Plan
     mesh: Mesh
+    parameter_registry: ParameterRegistry
     ledger: Ledger
     roles: Roles
     watchers: WatcherList
@@ -190,6 +192,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
+        refuse_checkpoint(self.mesh, "save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -228,6 +231,7 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
+        refuse_checkpoint(self.mesh, "load_checkpoint()")
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -257,6 +261,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
+        refuse_checkpoint(self.mesh, "save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -276,7 +281,7 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
-        release(self.module)
+        release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

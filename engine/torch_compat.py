@@ -134,3 +134,8 @@ def flash_attention_cpu_backward(
         gradient, query, key, value, output, log_sum, 0.0, is_causal, scale=scale
     )
     return found
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``function(leaf)``."""
+    return _pytree.tree_map(function, tree)

@@ -48,8 +48,10 @@ def build_buckets(
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. ``dp_size``: the ranks over
-    which gradients are averaged; over the slices of a sequence they are summed.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
+    tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
+    values may touch it. ``dp_size``: the ranks over which gradients are averaged; over the slices of a sequence they
+    are summed.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
@@ -59,8 +61,7 @@ def build_buckets(
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
-    if by_group:
-        ordered.sort(key=lambda item: item[0].group or 0)
+    ordered.sort(key=lambda item: ((item[0].group or 0) if by_group else 0, item[0].num_copies))
     for run in _runs(ordered, limit, by_group):
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
@@ -88,12 +89,12 @@ def build_buckets(
 def _runs(
     parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int, by_group: bool
 ) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
-    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype, and
-    where wanted of one optimizer group."""
+    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it), of one dtype and one
+    number of copies, and where wanted of one optimizer group."""
     runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
     filled, kind = 0, None
     for info, parameter in parameters:
-        own_kind = info.dtype, info.group if by_group else None
+        own_kind = info.dtype, info.num_copies, info.group if by_group else None
         if not runs or own_kind != kind or filled + info.numel > limit:
             runs.append([])
             filled, kind = 0, own_kind
