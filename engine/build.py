@@ -81,7 +81,7 @@ def build(
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(slices.around(loss_fn))
     roles = Roles(
-        reduction, precision, clipping, stepper, role, curriculum, slices, cut_loss_fn, num_layers=len(blocks)
+        reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks), slices=slices
     )
 
     # state

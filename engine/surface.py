@@ -49,11 +49,11 @@ class Roles:
     optimizer: EngineOptimizer | None
     schedule: Schedule
     curriculum: Curriculum
-    slices: Slices = field(default_factory=WholeSequences)
     loss_fn: Callable[..., Any] | None = None
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
+    slices: Slices = field(default_factory=WholeSequences)
 
 
 class Surface:

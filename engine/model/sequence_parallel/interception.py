@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.contracts import EngineError
+from engine.model.replacement import Replacement
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention, attend_whole
 
 
@@ -30,14 +31,13 @@ class Interception:
         self.attention = attention
         self.is_sliced = False
         self._entering = False
-        self._depth = 0
         self._num_calls = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._silent: dict[nn.Module, bool] = {}
         self._blocks = list(blocks)
-        model.register_forward_pre_hook(self._begin_forward)
+        ModelForward(self, model).put()
         for block in blocks:
-            block.forward = self._around(block, block.forward)
+            BlockForward(self, block).put()
 
     def note_call(self) -> None:
         """A call of attention that reached this class another way (engine/model/sequence_parallel/hugging_face.py)."""
@@ -48,7 +48,7 @@ class Interception:
         """Around a forward of the whole model on slices."""
         self._entering = True
         try:
-            with self._diverted():
+            with self.diverted():
                 yield
         finally:
             self._entering = False
@@ -69,24 +69,20 @@ class Interception:
             f"support attention interfaces), or {SWITCH_OFF}"
         )
 
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+    def begin_forward(self) -> None:
+        """The model is called: on slices if `forward` is around it."""
         self.is_sliced, self._entering = self._entering, False
 
-    def _around(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def forward_of_slice(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_sliced:
-                return forward(*args, **kwargs)
-            before = self._num_calls
-            with self._diverted():
-                output = forward(*args, **kwargs)
-            self._silent[block] = self._num_calls == before
-            return output
-
-        return forward_of_slice
+    @contextlib.contextmanager
+    def block(self, block: nn.Module) -> Iterator[None]:
+        """Around a forward of ``block`` on slices, which may be that of a backward."""
+        before = self._num_calls
+        with self.diverted():
+            yield
+        self._silent[block] = self._num_calls == before
 
     @contextlib.contextmanager
-    def _diverted(self) -> Iterator[None]:
+    def diverted(self) -> Iterator[None]:
         # torch's fused encoder layers would attend without calling anything
         fast_path, here = torch.backends.mha.get_fastpath_enabled(), F.scaled_dot_product_attention
         torch.backends.mha.set_fastpath_enabled(False)
@@ -105,3 +101,29 @@ class Interception:
             return self.attention.torch_signature(*args, **kwargs)
 
         return scaled_dot_product_attention
+
+
+class ModelForward(Replacement):
+    """Notes whether the model is called on slices."""
+
+    def __init__(self, interception: Interception, model: nn.Module) -> None:
+        super().__init__(model)
+        self._interception = interception
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._interception.begin_forward()
+        return self.inner(*args, **kwargs)
+
+
+class BlockForward(Replacement):
+    """Diverts the attention of a block, also when activation checkpointing runs it again."""
+
+    def __init__(self, interception: Interception, block: nn.Module) -> None:
+        super().__init__(block)
+        self._interception = interception
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._interception.is_sliced:
+            return self.inner(*args, **kwargs)
+        with self._interception.block(self.module):
+            return self.inner(*args, **kwargs)
