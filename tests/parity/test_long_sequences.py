@@ -78,3 +78,15 @@ def test_activation_checkpointing_runs_attention_again(ranks, split):
     config = config_of(stage=1, **SPLITS[split])
     by_rank = ranks(2).run(train_slices, "llama", config, "masked", prepare="checkpointing")
     assert_equal_to(one_process("llama", "masked", steps=STEPS), by_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["sp2", "cp2"])
+def test_beside_tensor_parallelism(ranks, split):
+    """dp 2 x tp 2 x (sp 2 or cp 2): the axes know nothing of each other."""
+    config = config_of(stage=2, clip=0.5, tensor_parallel={"size": 2}, **SPLITS[split])
+    expected = one_process("toy", "masked", steps=STEPS, num_parts=2, clip=0.5)
+    for found, _, facts in ranks(8).run(train_slices, "toy", config, "masked"):
+        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert facts["tokens"] == STEPS * GLOBAL_BATCH * SEQUENCE_LENGTH
