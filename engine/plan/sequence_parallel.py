@@ -38,7 +38,7 @@ def check_slices(
     unit = length_unit(cp, sp)
     _check_length(config, unit, findings)
     _check_curriculum(curriculum, unit, findings)
-    _check_heads(sp, facts, findings)
+    _check_heads(sp, degrees.tp, facts, findings)
     path = SP if sp > 1 else CP
     if optimizer is not None and optimizer.type in ONE_BIT:
         _refuse(path, f"{optimizer.type}, which averages momentum over ranks that see whole sequences", findings)
@@ -96,14 +96,17 @@ def _check_curriculum(curriculum: CurriculumPlan | None, unit: int, findings: Fi
             )
 
 
-def _check_heads(sp: int, facts: ModelFacts | None, findings: Findings) -> None:
+def _check_heads(sp: int, tp: int, facts: ModelFacts | None, findings: Findings) -> None:
+    """Those that tensor parallelism leaves to a rank."""
     heads = facts.num_heads if facts is not None else None
-    if heads is None or heads % sp == 0:
+    if heads is None or heads % tp or heads // tp % sp == 0:
         return
+    whole, heads = heads, heads // tp
+    which = f"{heads} attention heads" if tp == 1 else f"{heads} attention heads (of {whole}) of a tp rank"
     nearest = sorted(sorted(divisors(heads), key=lambda number: abs(number - sp))[:2])
     findings.problem(
         SP,
-        f"{sp} ranks cannot share the {heads} attention heads: {heads} = {heads // sp} x {sp} + {heads % sp}",
+        f"{sp} ranks cannot share the {which}: {heads} = {heads // sp} x {sp} + {heads % sp}",
         found=sp,
         allowed=", ".join(map(str, divisors(heads))),
         repair=f"set {' or '.join(map(str, nearest))}, or use {CP}, which takes any number of heads",

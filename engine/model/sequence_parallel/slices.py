@@ -112,6 +112,11 @@ class SequenceSlices:
         """What of a whole batch runs along the sequence."""
         return sequence_dimensions(named_tensors(batch), shape, self.keys, not self.has_loss_fn)
 
+    def without_cache(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with ``use_cache=False``, where the model takes it and they do not say."""
+        takes_it = "use_cache" in self._signature.parameters
+        return {"use_cache": False, **batch} if takes_it else dict(batch)
+
     def cut(self, batch: Any, dimensions: Dimensions, length: int) -> Any:
         """This rank's tokens of what runs along sequences of ``length``."""
 
@@ -185,9 +190,7 @@ class SequenceSlices:
         if self._shifts_labels and "shift_labels" not in batch and "labels" in dimensions:
             batch["shift_labels"] = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORED)
             dimensions["shift_labels"] = dimensions["labels"]
-        if "use_cache" in self._signature.parameters:
-            batch.setdefault("use_cache", False)
-        return batch, dimensions
+        return self.without_cache(batch), dimensions
 
     def _share(self, batch: Mapping[str, Any], own: Mapping[str, Any]) -> Tensor | float:
         if batch.get("num_items_in_batch") is not None:  # Hugging Face's: the loss is a sum divided by it
