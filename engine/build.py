@@ -20,7 +20,7 @@ from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import layer_drop, tensor_parallel, token_drop, zero
+from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
 from engine.model.blocks import find_blocks
 from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
@@ -55,7 +55,7 @@ def build(
     """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
     # who is where, and who is who
     check_free(model)
-    mesh, ledger = Mesh(plan.degrees, device), Ledger()
+    mesh, ledger = Mesh(plan.degrees, device, shards=plan.zero.stage > 0), Ledger()
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
     client = client_optimizer(optimizer, model, model_parameters)
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
@@ -64,6 +64,7 @@ def build(
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
     on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
     dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
@@ -80,20 +81,9 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(loss_fn)
-    roles = Roles(
-        reduction,
-        precision,
-        clipping,
-        stepper,
-        role,
-        curriculum,
-        cut_loss_fn,
-        saved_work,
-        len(blocks),
-        dropped,
-        on_tokens,
-    )
+    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    dropping = {"saved_work": saved_work, "num_layers": len(blocks), "layer_drop": dropped, "token_drop": on_tokens}
+    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, slices=slices, **dropping)
 
     # state
     state = StateTree(

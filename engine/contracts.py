@@ -40,9 +40,11 @@ __all__ = [
     "SavedLayout",
     "SavedWork",
     "Schedule",
+    "Slices",
     "Stateful",
     "StepReport",
     "Watcher",
+    "WholeSequences",
 ]
 
 
@@ -346,6 +348,27 @@ class NoCurriculum:
 
     def cut(self, batch: Any) -> Any:
         return batch
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return loss_fn
+
+
+class Slices(Protocol):
+    """Which part of the sequences this rank works on. Neutral element: all of them."""
+
+    def forward(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``model`` makes of this rank's slice of the batch. A loss in it, a mean, is that of the whole sequences
+        on every rank, with the gradient that this rank's slice adds; a `LossSum` is the slice's."""
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """``loss_fn(outputs, targets)`` for the outputs of this rank's slice and whole targets."""
+
+
+class WholeSequences:
+    """The neutral element."""
+
+    def forward(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
 
     def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return loss_fn

@@ -97,12 +97,12 @@ class Engine(Surface, LocalState):
             args, kwargs = self.roles.curriculum.apply(args, kwargs)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
+            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.token_rank)
             seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
             self._window.num_forwards += 1
         counted = contextlib.nullcontext() if torch.is_grad_enabled() else self.ledger.apart("evaluation")
         with self._autocast(), counted:
-            output = self.module(*args, **kwargs)
+            output = self.roles.slices.forward(self.module, args, kwargs)
         if trains:
             self.roles.curriculum.check(output)
         self._window.spend("forward", started)
@@ -344,8 +344,8 @@ class Engine(Surface, LocalState):
 
     @property
     def _replicas(self) -> float:
-        """How many ranks see the same samples: sums over the world count each sample that often."""
-        return self.mesh.world_size / self.mesh.dp_size
+        """How many ranks see the same tokens: sums over the world count each token that often."""
+        return self.mesh.world_size / self.mesh.token_size
 
     def _divisor(self, count: float) -> float:
         """What the summed gradients are divided by besides the loss scale; ``count``: of `LossSum`, over the world."""

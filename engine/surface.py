@@ -24,7 +24,9 @@ from engine.contracts import (
     Reduction,
     SavedWork,
     Schedule,
+    Slices,
     StepReport,
+    WholeSequences,
 )
 from engine.mesh import Mesh
 from engine.model.layer_drop import LayerDrop
@@ -56,6 +58,7 @@ class Roles:
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
     layer_drop: LayerDrop | None = None
     token_drop: TokenDrop | None = None
+    slices: Slices = field(default_factory=WholeSequences)
 
 
 class Surface:
@@ -180,7 +183,7 @@ class Surface:
         self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / replicas)
         self.layers_skipped += round(agreed["layers_skipped"] / replicas)
-        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / replicas)
+        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / (replicas / self.mesh.num_slices))
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come together in this window; its micro-steps stay counted."""

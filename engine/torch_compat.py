@@ -127,6 +127,36 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         _veto.append(is_vetoed)
 
 
+def flash_attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's attention on the CPU with the log-sum-exp that `scaled_dot_product_attention` keeps to itself.
+
+    Goes when torch returns it from a public function, as FlexAttention does (whose backward does not run on the CPU).
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, log_sum = kernel(query, key, value, 0.0, is_causal, scale=scale)
+    return output, log_sum
+
+
+def flash_attention_cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `flash_attention_cpu`; ``output`` and ``log_sum`` may be those over further keys."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, Tensor, Tensor] = kernel(
+        gradient, query, key, value, output, log_sum, 0.0, is_causal, scale=scale
+    )
+    return found
+
+
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with every leaf replaced by ``function(leaf)``."""
     return _pytree.tree_map(function, tree)

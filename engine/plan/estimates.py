@@ -37,7 +37,7 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Plan, facts: ModelFacts) -> MemoryEstimate:
     """What ZeRO's formula says for this plan: each kind of state is divided by the ranks from its stage on."""
-    stage, shard = plan.zero.stage, plan.degrees.dp_shard
+    stage, shard = plan.zero.stage, plan.shard_size
     compute = DTYPE_BYTES[plan.precision.compute]
     total, trainable = facts.num_parameters, facts.num_trainable_parameters
     masters = 0 if plan.precision.compute == "fp32" else 4

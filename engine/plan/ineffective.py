@@ -98,7 +98,10 @@ INEFFECTIVE = (
     Ineffective(ZERO + "save_muon_momentum_buffer_in_memory", "momentum is always in memory", (True,)),
     Ineffective("bf16.immediate_grad_update", "gradients accumulate as each one is ready", (True,)),
     Ineffective("fp16.auto_cast", "floating inputs are always cast to the compute dtype", (True,)),
-    Ineffective("seq_parallel_communication_data_type", "there is no sequence parallelism in this run"),
+    Ineffective(
+        "seq_parallel_communication_data_type",
+        "gradients of slices are reduced with all others, in communication_data_type",
+    ),
 )
 
 

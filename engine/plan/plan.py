@@ -58,6 +58,11 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def slices(self) -> int:
+        """Into how many slices a sequence is cut: cp x sp."""
+        return self.cp * self.sp
+
+    @property
     def model(self) -> int:
         """Ranks that work on the same samples: pp x cp x sp x tp."""
         return self.pp * self.cp * self.sp * self.tp
@@ -256,6 +261,16 @@ class Plan:
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None
+
+    @property
+    def shard_size(self) -> int:
+        """Among how many ranks ZeRO cuts: those of dp_shard, from stage 1 on with the slices of a sequence."""
+        return self.degrees.dp_shard * (self.degrees.slices if self.zero.stage else 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same of what ZeRO cuts."""
+        return self.degrees.dp_replicate * (1 if self.zero.stage else self.degrees.slices)
 
     def render(self, columns: int = 120) -> str:
         """The plan as text for people, in lines of at most so many columns where words allow."""

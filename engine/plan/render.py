@@ -128,7 +128,7 @@ def _precision(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str,
 
 def _zero(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
     zero = plan.zero
-    over = f" over {plural(plan.degrees.dp_shard, 'rank')}" if zero.stage else ""
+    over = f" over {plural(plan.shard_size, 'rank')}" if zero.stage else ""
     replicas = f" in {plan.degrees.dp_replicate} replicas" if zero.stage and plan.degrees.dp_replicate > 1 else ""
     yield (
         "zero",

@@ -29,6 +29,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.sequence_parallel import check_slices
 from engine.plan.smp import check_smp
 from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
 from engine.plan.token_drop import resolve_token_drop
@@ -109,6 +110,7 @@ def sketch(
     curriculum = run(resolve_curriculum, config, findings)
     layer_drop = run(resolve_layer_drop, config, findings)
     token_drop = run(resolve_token_drop, config, degrees, facts, findings)
+    run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
     run(check_combinations, config, findings)
     run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)

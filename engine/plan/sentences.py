@@ -143,7 +143,7 @@ def _reduce(plan: Plan, value: Any) -> str:
 
 def _stage(plan: Plan, value: Any) -> str:
     what = SHARDED[plan.zero.stage]
-    ranks = plan.degrees.dp_shard if plan.zero.stage else plan.degrees.dp
+    ranks = plan.shard_size if plan.zero.stage else plan.num_replicas
     text = what[0].upper() + what[1:]
     if plan.zero.stage:
         text += f" over {plural(ranks, 'rank')}"
@@ -167,7 +167,7 @@ def _mics(plan: Plan, value: Any) -> str | None:
     degrees = plan.degrees
     if value is None or value <= 0:
         return None
-    return f"Groups of {degrees.dp_shard} ranks hold a whole model each; there are {degrees.dp_replicate} groups."
+    return f"Groups of {plan.shard_size} ranks hold a whole model each; there are {degrees.dp_replicate} groups."
 
 
 # --- optimizer ---

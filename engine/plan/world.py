@@ -182,7 +182,7 @@ def resolve_reshard(config: Config, degrees: Degrees, findings: Findings) -> boo
             repair="set zero_optimization.stage to 3 or remove zero_hpz_partition_size",
         )
         return False
-    shard = degrees.dp_shard
+    shard = degrees.dp_shard * degrees.slices
     if shard % size:
         findings.problem(
             HPZ,

@@ -97,7 +97,8 @@ def reference_run(
         losses = []
         total = {name: torch.zeros_like(m) for name, m in masters.items()}
         for index in range(num_parts):
-            loss = model(**shown(part(toy_batch(step), index, num_parts), step))
+            output = model(**shown(part(toy_batch(step), index, num_parts), step))
+            loss = getattr(output, "loss", output)
             (loss * loss_scale / num_parts).backward()
             losses.append(loss.item())
             for name, p in trained.items():

@@ -91,7 +91,7 @@ def asking(**degrees: int) -> dict[str, Any]:
         ({"cp": 2}, 4, 2),
         ({"pp": 3}, 6, 2),
         ({"pp": 2, "tp": 2}, 8, 2),
-        ({"pp": 2, "cp": 2, "sp": 3, "tp": 5}, 240, 4),
+        ({"cp": 2, "sp": 3, "tp": 5}, 120, 4),
     ],
 )
 def test_the_model_axes_divide_the_world(

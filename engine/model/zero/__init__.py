@@ -75,7 +75,7 @@ def apply(
     num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
     sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
     tensor_group.sum(replicate_group.sum(shard_group.sum(sums)))
-    num_ranks = mesh.dp_size * tensor_group.size
+    num_ranks = mesh.token_size * tensor_group.size
     same_everywhere = bool(sums[0] ** 2 == sums[1] * num_ranks)  # no rank differs from another
     materialise = Materialiser(
         model,
@@ -108,7 +108,7 @@ def apply(
         if not scalars:
             return Zero(sharding, frozen_rows, first_replica)
         whole = replace(plan.zero, stage=1, bucket_elements=len(scalars))
-        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group)
+        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group, mesh.dp_size)
         return Zero(ShardedWithScalars(sharding, buckets), frozen_rows, first_replica)
 
     if tensor_group.size > 1:
@@ -123,7 +123,9 @@ def apply(
         parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
         frozen.append(ParameterShard(info, parameter, 0, info.numel, on_every_rank=True))
     cast_buffers(model, plan.precision)
-    reduction = build_buckets(trained, plan.zero, plan.precision, granularity, shard_group, replicate_group)
+    reduction = build_buckets(
+        trained, plan.zero, plan.precision, granularity, shard_group, replicate_group, mesh.dp_size
+    )
     return Zero(reduction, frozen, first_replica)
 
 

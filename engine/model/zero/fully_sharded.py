@@ -275,7 +275,7 @@ def row_shards(
     model: nn.Module, registry: ParameterRegistry, mesh: Mesh, indices: set[int], complement: bool = True
 ) -> list[ParameterShard]:
     """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
-    rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
+    rank, size = mesh.shard_rank, mesh.shard_size
     sharded = dict(model.named_parameters())
     shards = []
     for info in registry.infos:

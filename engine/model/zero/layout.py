@@ -43,13 +43,15 @@ def build_buckets(
     granularity: Granularity,
     shard_group: ShardGroup,
     replicate_group: ShardGroup,
+    dp_size: int,
 ) -> BucketReduction:
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
     parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
     tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
-    values may touch it.
+    values may touch it. ``dp_size``: the ranks over which gradients are averaged; over the slices of a sequence they
+    are summed.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
@@ -80,7 +82,7 @@ def build_buckets(
         stage=zero.stage,
         reduce_dtype=reduce_dtype if precision.reduce != precision.accumulate else None,
         predivide_factor=zero.predivide_factor,
-        divisor=shard_group.size * replicate_group.size if zero.reduce_op == "mean" else 1.0,
+        divisor=dp_size if zero.reduce_op == "mean" else 1.0,
     )
 
 

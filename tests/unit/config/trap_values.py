@@ -44,7 +44,7 @@ VALUES: dict[int, list[Case]] = {
         Case({"train_micro_batch_size_per_gpu": 2.5}, INVALID, "train_micro_batch_size_per_gpu", "a whole number"),
         Case({"train_batch_size": "32"}, VALID, "train_batch_size", "read as 32"),
     ],
-    20: [Case({"sequence_parallel_size": 2}, LACKS, "sequence_parallel_size", size=2)],
+    20: [Case({"sequence_parallel_size": 2}, VALID, size=2)],
     21: [Case({"fp16": {"hysteresis": 0}}, INVALID, "fp16.hysteresis", "an integer >= 1")],
     22: [
         Case({"fp16": {"initial_scale_power": -3}}, INVALID, "fp16.initial_scale_power", "from 0 to 126"),
