@@ -1,0 +1,1 @@
+"""Tensor parallelism: a model's matrices cut over the tp axis of the mesh."""
