@@ -5,6 +5,7 @@ Right for torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The base of modes that see every operation below autograd, as FlopCounterMode does. It has no public spelling.
+DispatchMode = TorchDispatchMode
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -104,3 +109,29 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         module._get_total_norm = take_norm_or_zero
     if is_vetoed not in _veto:
         _veto.append(is_vetoed)
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors have shapes, dtypes and a device, but no memory.
+
+    torch's FakeTensorMode, which torch.export and torch.compile rest on; goes when torch exports it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def flops_of_cpu_attention() -> dict[Any, Callable[..., int]]:
+    """What FlopCounterMode lacks: scaled dot product attention as the CPU's own kernel computes it."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
