@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine.plan.placement import AXES
+
 if TYPE_CHECKING:
     from engine.config import Config, Note
     from engine.plan.facts import ModelFacts
@@ -38,6 +40,12 @@ class Degrees:
     cp: int = 1
     sp: int = 1
     tp: int = 1
+    placement: str = "PDT"
+    """The order of the axes, see `engine.plan.placement`."""
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def dp(self) -> int:
