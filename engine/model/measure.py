@@ -114,7 +114,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Follow which module runs; a parameter's gradient is let go of when it comes, since states are counted apart."""
+        """Follow which module runs. A parameter's gradient is let go of as it comes: model states are counted apart."""
         handles = []
         for module in self.model.modules():
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
-from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout
+from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout, replica_ranks, shard_ranks
 
 AGREEMENT_BYTES = 16 * 8
 """The numbers that ranks agree on in a step, in float64 (engine/collectives/agreement.py)."""
@@ -61,13 +61,14 @@ def all_reduce_bytes(size_bytes: int, ranks: int) -> int:
 
 
 def rounds(plan: Plan) -> int:
-    """Reductions of every gradient in a step: stages 2 and 3 reduce in every backward."""
-    return plan.batch.accumulation_steps if plan.zero.stage >= 2 and plan.batch.managed else 1
+    """Reductions of every gradient in a step: stages 2 and 3 reduce in every backward, but not under a pipeline."""
+    in_every_backward = plan.zero.stage >= 2 and plan.batch.managed and plan.degrees.pp == 1
+    return plan.batch.accumulation_steps if in_every_backward else 1
 
 
 def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[_Call]:
     """Gradients reduced, parameters gathered. 0-dim parameters beside a sharded model travel at the boundary."""
-    shard, replicas = plan.degrees.dp_shard, plan.degrees.dp_replicate
+    shard, replicas = shard_ranks(plan), replica_ranks(plan)
     times = 1 if is_scalars else rounds(plan)
     reduced = ITEM_BYTES.get(bucket.gradient_dtype, 4)
     if plan.precision.reduce != plan.precision.accumulate:
@@ -85,12 +86,12 @@ def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[_Ca
 
 def _of_unit(plan: Plan, unit: Unit) -> Iterator[_Call]:
     """Stage 3: gathered for forward and, where it was let go of, for backward; reduced after every backward."""
-    shard, replicas = plan.degrees.dp_shard, plan.degrees.dp_replicate
-    times = plan.batch.accumulation_steps if plan.batch.managed else 1
+    shard, replicas = shard_ranks(plan), replica_ranks(plan)
+    times = rounds(plan)
     own = unit.shard_numel(shard)
     gathered = ITEM_BYTES[compute_dtype(plan, unit.members[0].dtype)]
     yield "dp_shard", "all_gather", "parameters", times, own * gathered * (shard - 1)
-    if unit.again:
+    if unit.again and plan.degrees.pp == 1:
         near = plan.zero.reshard_after_forward
         group = shard if near is True else int(near)
         part = own * shard // group
@@ -105,6 +106,6 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[_Call]:
 
 def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[_Call]:
     """Lamb needs the norms of whole parameters and of their updates: two fp32 numbers for each."""
-    if plan.optimizer is not None and plan.optimizer.type == "Lamb" and plan.degrees.dp_shard > 1:
+    if plan.optimizer is not None and plan.optimizer.type == "Lamb" and shard_ranks(plan) > 1:
         numbers = 2 * len(facts.parameters)
-        yield "dp_shard", "all_reduce", "norms", 1, all_reduce_bytes(4 * numbers, plan.degrees.dp_shard)
+        yield "dp_shard", "all_reduce", "norms", 1, all_reduce_bytes(4 * numbers, shard_ranks(plan))

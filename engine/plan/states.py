@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.plan.cuts import row_range
 from engine.plan.estimates import num_moments
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
-from engine.plan.units import Layout, compute_dtype, layout, master_dtype, shard_rows
+from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype, shard_ranks
 
 BUCKETS_IN_FLIGHT = 3
 """Two reductions under way while a third bucket fills (engine/model/zero/buckets.py)."""
@@ -21,8 +22,8 @@ SCALARS = {"SGD": 0, "Lion": 0, "Muon": 0, "NAdam": 2, "ASGD": 3}
 """fp32 numbers that an optimizer keeps per tensor, where it is not one, the step."""
 
 EXACT_OPTIMIZERS = frozenset(
-    ("AdamW", "Adam", "RAdam", "NAdam", "Adamax", "Adadelta", "Rprop", "Adagrad", "RMSprop", "Lion", "SGD", "ASGD", "Lamb")
-)  # fmt: skip
+    ("AdamW", "Adam", "RAdam", "NAdam", "Adamax", "Adadelta", "Rprop", "Adagrad", "RMSprop", "Lion", "SGD", "ASGD")
+) | {"Lamb"}
 """Those whose state is so many numbers per element and per tensor; the others' bytes are estimates."""
 
 
@@ -50,40 +51,40 @@ class StateBytes:
 
 
 def count_states(plan: Plan, facts: ModelFacts, stage: int = 0) -> StateBytes:
-    """The fullest rank of a pipeline stage. Without the model's tensors one by one, as if it were cut without padding."""
-    return max(states_by_rank(plan, facts, stage), key=lambda s: (s.model_states or 0, s.parameters))
+    """The first rank of a pipeline stage. The others hold as much but for padding and for a step counter (4 bytes) for
+    each tensor that is cut elsewhere."""
+    return states_by_rank(plan, facts, stage, 1)[0]
 
 
-def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0) -> list[StateBytes]:
-    """One entry a rank of the shard axis, in order; their buffers and temporaries are alike."""
+def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0, ranks: int | None = None) -> list[StateBytes]:
+    """One entry for each of the first ``ranks`` (None: all) among which ZeRO cuts a pipeline stage."""
     cut = layout(plan, facts, stage)
-    ranks = plan.degrees.dp_shard
+    shards = shard_ranks(plan)
+    ranks = shards if ranks is None else ranks
     parameters, masters, gradients, elements, tensors = ([0] * ranks for _ in range(5))
-    keeps_whole = plan.zero.stage < 2 or ranks == 1
+    whole_gradients = keeps_whole_gradients(plan) or bool(cut.units)  # 0-dim parameters at stage 3: as at stage 1
     for bucket in cut.buckets:
         item, accumulated = ITEM_BYTES.get(bucket.values_dtype, 4), ITEM_BYTES.get(bucket.gradient_dtype, 4)
         master = master_dtype(bucket.values_dtype)
-        whole_gradients = keeps_whole or bool(cut.units)  # 0-dim parameters beside a sharded model: as at stage 1
         for rank in range(ranks):
             own = bucket.own(rank)
             parameters[rank] += bucket.numel * item
             masters[rank] += 0 if master == bucket.values_dtype else own * ITEM_BYTES[master]
             gradients[rank] += (bucket.numel if whole_gradients else own) * accumulated
-        for rank, _, numel in bucket.pieces():
-            elements[rank] += numel * ITEM_BYTES[master]
+        for rank, numel in bucket.pieces(ranks):
+            elements[rank] += numel * ITEM_BYTES.get(master, 4)
             tensors[rank] += 1
     for unit in cut.units:
-        shard = unit.shard_numel(ranks)
-        trained = unit.shard_numel(ranks, trainable=True)
-        item = max((ITEM_BYTES[master_dtype(p.dtype)] for p in unit.members), default=4)
+        shard, trained = unit.shard_numel(shards), unit.shard_numel(shards, trainable=True)
+        item = max((ITEM_BYTES.get(master_dtype(p.dtype), 4) for p in unit.members), default=4)
         for rank in range(ranks):
             parameters[rank] += shard * item
             gradients[rank] += trained * item
         for parameter in unit.members:
-            if parameter.trainable:
-                for rank, numel in enumerate(shard_rows(parameter, ranks)):
-                    elements[rank] += numel * item
-                    tensors[rank] += numel > 0
+            for rank in range(ranks if parameter.trainable else 0):
+                start, stop = row_range(parameter.shape, rank, shards)
+                elements[rank] += (stop - start) * item
+                tensors[rank] += stop > start
     whole = sum(p.numel * ITEM_BYTES.get(compute_dtype(plan, p.dtype), 4) for p in cut.whole)
     moments = num_moments(plan.optimizer)
     scalars = 4 * SCALARS.get(plan.optimizer.type, 1) if plan.optimizer is not None else 0
@@ -118,8 +119,13 @@ def _temporary(plan: Plan, cut: Layout) -> tuple[int, str]:
 
 def _gathered(plan: Plan, cut: Layout) -> Iterable[tuple[int, str]]:
     """Stage 3 in backward: the root unit stays gathered, the next group is fetched while one is in use, and that one's
-    gradients are whole before they are reduced."""
+    gradients are whole before they are reduced. Under a pipeline all is whole until the window ends."""
     if not cut.units:
+        return
+    if plan.degrees.pp > 1:
+        whole = sum(unit.numel for unit in cut.units)
+        item = ITEM_BYTES[compute_dtype(plan, cut.units[0].members[0].dtype)]
+        yield whole * (item + ITEM_BYTES[plan.precision.reduce]), "the stage's parameters and gradients, whole"
         return
     sizes = [unit.numel for unit in cut.units if unit.again]
     stay = [unit.numel for unit in cut.units if not unit.again]
@@ -136,8 +142,8 @@ def _reduced(plan: Plan, cut: Layout) -> Iterable[tuple[int, str]]:
         return
     largest = sorted((bucket.numel for bucket in cut.buckets), reverse=True)
     accumulate, reduce = plan.precision.accumulate, plan.precision.reduce
-    travels = plan.degrees.dp > 1
-    if plan.zero.stage == 2 and plan.degrees.dp_shard > 1:
+    travels = plan.degrees.dp * plan.degrees.cp * plan.degrees.sp > 1
+    if not keeps_whole_gradients(plan):
         count = sum(largest[:BUCKETS_IN_FLIGHT]) * ITEM_BYTES[accumulate]
         yield count, "gradient buckets while they fill and travel"
     if travels and reduce != accumulate:

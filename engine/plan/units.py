@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from engine.plan.cuts import assign_owners, chunk_rows, group_runs, is_cut, owner_bounds, padded, row_range, runs
+from engine.plan.cuts import assign_owners, chunk_rows, group_runs, is_cut, owner_bounds, padded, runs
 from engine.plan.facts import ITEM_BYTES, ModelFacts, ParameterFacts
 from engine.plan.plan import Plan
 
@@ -48,18 +48,18 @@ class FlatBucket:
     def largest_shard(self) -> int:
         return max(after - before for before, after in pairwise(self.bounds))
 
-    def pieces(self) -> Iterator[tuple[int, ParameterFacts, int]]:
-        """(rank, parameter, elements) of every piece of a parameter that a rank owns."""
+    def pieces(self, ranks: int) -> Iterator[tuple[int, int]]:
+        """(rank, elements) of every piece of a parameter that one of the first ``ranks`` owns."""
         rank, start = 0, 0
         for member in self.members:
             stop = start + member.numel
-            while self.bounds[rank + 1] <= start and start < stop:
+            while start < stop and self.bounds[rank + 1] <= start:
                 rank += 1
             here = rank
-            while here < len(self.bounds) - 1 and self.bounds[here] < stop:
+            while here < ranks and self.bounds[here] < stop:
                 numel = min(stop, self.bounds[here + 1]) - max(start, self.bounds[here])
                 if numel > 0:
-                    yield here, member, numel
+                    yield here, numel
                 here += 1
             start = stop
 
@@ -95,6 +95,23 @@ class Layout:
         buckets = (member for bucket in self.buckets for member in bucket.members)
         units = (member for unit in self.units for member in unit.members)
         return (*buckets, *units, *self.whole)
+
+
+def shard_ranks(plan: Plan) -> int:
+    """Ranks among which ZeRO cuts: those of dp_shard, and of the slices of a sequence from stage 1 on."""
+    degrees = plan.degrees
+    return degrees.dp_shard * (degrees.cp * degrees.sp if plan.zero.stage else 1)
+
+
+def replica_ranks(plan: Plan) -> int:
+    """Ranks that hold the same and add their gradients up: dp_replicate, and at stage 0 the slices of a sequence."""
+    degrees = plan.degrees
+    return degrees.dp_replicate * (1 if plan.zero.stage else degrees.cp * degrees.sp)
+
+
+def keeps_whole_gradients(plan: Plan) -> bool:
+    """Between the backward passes of a window: below stage 2, and under a pipeline, which reduces once a step."""
+    return plan.zero.stage < 2 or shard_ranks(plan) == 1 or plan.degrees.pp > 1
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts, stage: int) -> range:
@@ -136,14 +153,14 @@ def _cut(parameter: ParameterFacts, ranks: int) -> ParameterFacts:
 def layout(plan: Plan, facts: ModelFacts, stage: int = 0) -> Layout:
     """How ZeRO cuts the parameters of one rank of a pipeline stage."""
     held = local_parameters(plan, facts, stage)
-    if plan.zero.stage == 3 and plan.degrees.dp_shard > 1:
+    if plan.zero.stage == 3 and shard_ranks(plan) > 1:
         return _sharded(plan, facts, held)
     trained = [p for p in held if p.trainable]
     return Layout(tuple(_buckets(plan, trained)), (), tuple(p for p in held if not p.trainable))
 
 
 def _buckets(plan: Plan, trained: Sequence[ParameterFacts], limit: int | None = None) -> Iterator[FlatBucket]:
-    ranks = plan.degrees.dp_shard
+    ranks = shard_ranks(plan)
     whole = plan.optimizer is not None and plan.optimizer.type in WHOLE_MATRICES
     owners = assign_owners([p.numel for p in trained], ranks) if whole else [0] * len(trained)
     owner_of = {p.name: owner for p, owner in zip(trained, owners, strict=True)}
@@ -196,9 +213,3 @@ def _blocks_of(parameter: ParameterFacts, facts: ModelFacts) -> set[int]:
     """The blocks that a shared parameter has names in."""
     names = next((names for names in facts.ties if parameter.name in names), (parameter.name,))
     return {at for at, block in enumerate(facts.blocks) if any(name.startswith(f"{block}.") for name in names)}
-
-
-def shard_rows(parameter: ParameterFacts, ranks: int) -> list[int]:
-    """Elements of a parameter that each rank keeps at stage 3."""
-    ranges = (row_range(parameter.shape, rank, ranks) for rank in range(ranks))
-    return [stop - start for start, stop in ranges]

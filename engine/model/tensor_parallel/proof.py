@@ -83,7 +83,11 @@ class Proof:
         summed = dict.fromkeys(name.rpartition(".")[0] for name in partial)
         for name in partial:
             total = cut.parameters[name].clone() if name in cut.parameters else None
-            if total is None or total.shape != self._plain.parameters[name].shape or name in _cut_names(plan, self._plain):
+            if (
+                total is None
+                or total.shape != self._plain.parameters[name].shape
+                or name in _cut_names(plan, self._plain)
+            ):
                 faults.append(f"the gradient of {self._whole(name)} differs")
                 continue
             dist.all_reduce(total, group=self._mesh.group("tp"))
