@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.plan.facts import ForwardFacts, Kept
+from engine.plan.facts import Crossings, ForwardFacts, Kept
 from engine.torch_compat import DispatchMode, flops_of_cpu_attention, tree_leaves, tree_map_tensors
 
 BEFORE, AFTER = -1, -2
@@ -66,6 +66,7 @@ class _Run:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], twins: Mapping[int, int], styles: Styles) -> None:
         self.model, self.blocks, self.twins = model, blocks, twins
         self.kept: dict[int, Kept] = defaultdict(Kept)
+        self.crossings: dict[int, Crossings] = defaultdict(Crossings)
         self.block_flops: dict[int, int] = defaultdict(int)
         self.entering: Tensor | None = None
         self.attention: tuple[int, int] | None = None
@@ -73,6 +74,7 @@ class _Run:
         self._place = BEFORE
         self._modules: list[nn.Module] = []
         self._outputs: dict[int, Any] = {}
+        self._opened: Tensor | None = None
         self._seen: dict[int, StorageWeakRef] = {}
         own = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self._own = {StorageWeakRef(storage).cdata for storage in own}
@@ -96,18 +98,21 @@ class _Run:
         repeated = sum(times[index] * count for index, count in self.block_flops.items())
         ran = sum(self.block_flops.values())
         # a matrix product has two in backward; what is left of backward is of the blocks that ran
+        of_blocks = [self.twins.get(index, index) for index in range(len(self.blocks))]
         in_backward = (backward - 2 * (forward - ran)) / ran if ran else 0.0
         return ForwardFacts(
             samples=samples,
             sequence_length=sequence_length,
             before=self.kept[BEFORE],
-            blocks=tuple(self.kept[self.twins.get(index, index)] for index in range(len(self.blocks))),
+            blocks=tuple(self.kept[index] for index in of_blocks),
             after=self.kept[AFTER],
-            entering_bytes=0 if self.entering is None else self.entering.numel() * self.entering.element_size(),
+            entering_bytes=0 if self.entering is None else _nbytes(self.entering),
             working_bytes=max(0, self._live.peak - kept_bytes),
             forward_flops=forward + repeated,
             backward_flops=backward + round(in_backward * repeated),
             block_forward_flops=ran + repeated,
+            crossings=tuple(self.crossings[place] for place in (BEFORE, *of_blocks, AFTER)),
+            cuts_logits="head" in self._styles.values(),
         )
 
     # --- where the run is ----------------------------------------------------------------------------------------
@@ -119,6 +124,8 @@ class _Run:
         for module in self.model.modules():
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for module, style in self._styles.items():
+            handles.append(module.register_forward_hook(self._cross(style)))
         for index, block in enumerate(self.blocks):
             handles.append(block.register_forward_pre_hook(self._enter_block(index), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave_block(index)))
@@ -158,6 +165,32 @@ class _Run:
             self.block_flops[index] += self._flops.get_total_flops()
 
         return leave
+
+    def _cross(self, style: str) -> Callable[..., None]:
+        """A layer that tensor parallelism cuts was called. Layers that read the same tensor open it once."""
+
+        def cross(module: nn.Module, args: Any, output: Any) -> None:
+            if style in ("row", "vocabulary"):
+                self.crossings[self._place] += Crossings(closing_calls=1, closing_bytes=_nbytes(_first_tensor(output)))
+                self._opened = None
+            elif args[0] is not self._opened:
+                self.crossings[self._place] += Crossings(opening_calls=1, opening_bytes=_nbytes(args[0]))
+                self._opened = args[0]
+
+        return cross
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """scaled_dot_product_attention is called."""
+        both = _nbytes(key) + _nbytes(value)
+        self.crossings[self._place] += Crossings(
+            attention_calls=1,
+            query_key_value_bytes=_nbytes(query) + both,
+            key_value_bytes=both,
+            key_value_elements=key.numel() + value.numel(),
+            output_bytes=query.numel() // query.shape[-1] * value.shape[-1] * query.element_size(),
+        )
+        if query.shape[-1] != key.shape[-2]:  # else queries, keys and matrix look alike
+            self.attention = (query.shape[-2], key.shape[-2])
 
     def _stand_in(self, twin: int) -> Callable[..., Any]:
         """A forward that passes its input on, in the form in which ``twin`` gave its output."""
@@ -220,9 +253,8 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
-        if query.shape[-1] != key.shape[-2]:  # else queries, keys and matrix look alike
-            self._run.attention = (query.shape[-2], key.shape[-2])
+        names = ("query", "key", "value")
+        self._run.attend(*(args[i] if len(args) > i else kwargs[name] for i, name in enumerate(names)))
         try:
             return func(*args, **kwargs)
         finally:
@@ -260,6 +292,10 @@ class _Live(DispatchMode):
 
     def _freed(self, size: int) -> None:
         self.bytes -= size
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _let_go(parameter: Tensor) -> None:

@@ -36,7 +36,7 @@ def count_activations(plan: Plan, facts: ModelFacts, stage: int = 0) -> Activati
     blocks = [forward.blocks[index] for index in stage_blocks(plan, facts, stage)]
     is_first, is_last = stage == 0, stage == plan.degrees.pp - 1
     ends = (forward.before if is_first else Kept()) + (forward.after if is_last else Kept())
-    checkpointed = checkpoints_activations(plan.config) and bool(blocks)
+    checkpointed = checkpoints(plan, facts)
     held = min(plan.degrees.pp - stage, plan.batch.accumulation_steps)
     kept, low = _local(plan, ends), _local(plan, ends, spare=True)
     if checkpointed:
@@ -56,6 +56,11 @@ def count_activations(plan: Plan, facts: ModelFacts, stage: int = 0) -> Activati
         micro_batches=held,
         checkpointed=checkpointed,
     )
+
+
+def checkpoints(plan: Plan, facts: ModelFacts) -> bool:
+    """Whether blocks are computed a second time in backward."""
+    return checkpoints_activations(plan.config) and bool(facts.blocks)
 
 
 def _ways(plan: Plan) -> int:

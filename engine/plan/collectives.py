@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.plan.crossings import Call, cross_axes
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
 from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout, replica_ranks, shard_ranks
@@ -33,18 +34,14 @@ def count_collectives(plan: Plan, facts: ModelFacts, stage: int = 0) -> tuple[Co
     """Of a rank in one pipeline stage. Needs ``facts.parameters``."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     cut = layout(plan, facts, stage)
-    for axis, operation, purpose, calls, sent_bytes in _all(plan, facts, cut):
+    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *cross_axes(plan, facts, stage)):
         if calls:
             before = found.get((axis, operation, purpose), (0, 0))
             found[axis, operation, purpose] = (before[0] + calls, before[1] + calls * sent_bytes)
     return tuple(Collective(*key, *counted) for key, counted in found.items())
 
 
-_Call = tuple[str, str, str, int, int]
-"""Axis, operation, purpose, calls, bytes that each sends."""
-
-
-def _all(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[_Call]:
+def _all(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[Call]:
     for bucket in cut.buckets:
         yield from _of_bucket(plan, bucket, is_scalars=bool(cut.units))
     for unit in cut.units:
@@ -66,7 +63,7 @@ def rounds(plan: Plan) -> int:
     return plan.batch.accumulation_steps if in_every_backward else 1
 
 
-def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[_Call]:
+def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Call]:
     """Gradients reduced, parameters gathered. 0-dim parameters beside a sharded model travel at the boundary."""
     shard, replicas = shard_ranks(plan), replica_ranks(plan)
     times = 1 if is_scalars else rounds(plan)
@@ -84,7 +81,7 @@ def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[_Ca
         yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(bucket.numel * reduced, replicas)
 
 
-def _of_unit(plan: Plan, unit: Unit) -> Iterator[_Call]:
+def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
     """Stage 3: gathered for forward and, where it was let go of, for backward; reduced after every backward."""
     shard, replicas = shard_ranks(plan), replica_ranks(plan)
     times = rounds(plan)
@@ -104,7 +101,7 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[_Call]:
             yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(trained * reduced, replicas)
 
 
-def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[_Call]:
+def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[Call]:
     """Lamb needs the norms of whole parameters and of their updates: two fp32 numbers for each."""
     if plan.optimizer is not None and plan.optimizer.type == "Lamb" and shard_ranks(plan) > 1:
         numbers = 2 * len(facts.parameters)

@@ -70,6 +70,29 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Crossings:
+    """What a part of the model hands over for one micro-batch where an axis cuts it: calls, and bytes of whole tensors.
+
+    ``attention``: calls of attention, with the bytes of queries, keys and values, of keys and values alone (and their
+    number), and of outputs. ``closing``: layers whose outputs tensor parallelism sums (``row``, ``vocabulary``).
+    ``opening``: tensors that layers cut by outputs read (``column``, ``head``), whose gradients it sums.
+    """
+
+    attention_calls: int = 0
+    query_key_value_bytes: int = 0
+    key_value_bytes: int = 0
+    key_value_elements: int = 0
+    output_bytes: int = 0
+    closing_calls: int = 0
+    closing_bytes: int = 0
+    opening_calls: int = 0
+    opening_bytes: int = 0
+
+    def __add__(self, other: Crossings) -> Crossings:
+        return Crossings(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
 class ForwardFacts:
     """One micro-batch of ``samples`` x ``sequence_length`` tokens through the model, as eager PyTorch computes it.
 
@@ -90,6 +113,10 @@ class ForwardFacts:
     backward_flops: int
     block_forward_flops: int = 0
     """Of all blocks together: what activation checkpointing computes a second time."""
+    crossings: tuple[Crossings, ...] = ()
+    """Of ``before``, each block and ``after``."""
+    cuts_logits: bool = False
+    """Tensor parallelism leaves each rank a part of the vocabulary's logits."""
 
     @property
     def kept_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.plan.activations import ActivationBytes, count_activations
+from engine.plan.activations import ActivationBytes, checkpoints, count_activations
 from engine.plan.collectives import Collective, count_collectives
 from engine.plan.facts import ModelFacts
 from engine.plan.plan import Plan
@@ -100,8 +100,7 @@ def count_compute(plan: Plan, facts: ModelFacts) -> Compute:
     measured = None
     if forward is not None:
         tokens = samples * forward.sequence_length
-        activations = count_activations(plan, facts)
-        again = forward.block_forward_flops if activations is not None and activations.checkpointed else 0
+        again = forward.block_forward_flops if checkpoints(plan, facts) else 0
         measured = (forward.forward_flops + forward.backward_flops + again) * samples // forward.samples
     per_token = facts.num_parameters * tokens if tokens is not None else None
     return Compute(
