@@ -18,7 +18,7 @@ from engine.collectives.ledger import Ledger
 from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import release
+from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
@@ -49,6 +49,7 @@ class Surface:
     module: nn.Module
     plan: Plan
     mesh: Mesh
+    parameter_registry: ParameterRegistry
     ledger: Ledger
     roles: Roles
     watchers: WatcherList
@@ -264,7 +265,7 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
-        release(self.module)
+        release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

@@ -135,3 +135,8 @@ def flops_of_cpu_attention() -> dict[Any, Callable[..., int]]:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``function(leaf)``."""
+    return _pytree.tree_map(function, tree)

@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.exchange import exchange_of
 from engine.checkpoint.weight_files import Weight, in_order, write_weights
+from engine.collectives.shards import ShardGroup
+from engine.collectives.whole import join_parts
+from engine.cut import Cut
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import persistent_buffers
 
@@ -48,26 +51,29 @@ class _Gathered:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves them gathered, as plain tensors
         self.weights: list[Weight] = []
-        self._sources: dict[str, Tensor] = {}
+        self._sources: dict[str, tuple[Tensor, Cut | None]] = {}
+        self._parts = ShardGroup.of(engine.mesh, "tp", engine.ledger)
         for info in engine.parameter_registry.infos:
             if exclude_frozen and not info.trainable:
                 continue
             parameter, dtype = engine.module.get_parameter(info.name), compute_dtype(info.dtype, precision)
             for name in (info.name, *info.aliases):
-                self._add(name, parameter, info.shape, dtype)
+                self._add(name, parameter, info.global_shape, dtype, info.cut)
         for name, buffer in persistent_buffers(engine.module).items():
-            self._add(name, buffer, tuple(buffer.shape), buffer.dtype)
+            self._add(name, buffer, tuple(buffer.shape), buffer.dtype, None)
         self._coming = self._gather(in_order(self.weights))
 
-    def _add(self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._sources[name] = source
+    def _add(self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype, cut: Cut | None) -> None:
+        self._sources[name] = source, cut
         self.weights.append(Weight(name, tuple(shape), dtype, lambda: next(self._coming)))
 
     def _gather(self, order: Sequence[Weight]) -> Iterator[Tensor]:
         for weight in order:
-            source = self._sources[weight.name].detach()
+            source, cut = self._sources[weight.name]
+            source = source.detach()
             whole = source.full_tensor() if isinstance(source, DTensor) else source
-            yield whole.to("cpu", weight.dtype)
+            cuts = {} if cut is None else {weight.name: cut}
+            yield join_parts({weight.name: whole}, cuts, self._parts, whole.device)[weight.name].to("cpu", weight.dtype)
 
     def drain(self) -> None:
         for _ in self._coming:

@@ -36,6 +36,7 @@ RUNGS = (
     "collectives",
     "contracts",
     "parameters",
+    "cut",
     "mesh",
     "random",
     "device",

@@ -53,6 +53,8 @@ def capture(sketch: Sketch, names: Sequence[str], sample: Any = None) -> dict[st
             attempts.append(f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         else:
             missed = [name for name in names if name not in seen]
+            if not missed:
+                return seen
             attempts.append(f"{what}: {', '.join(missed[:4])} did not run")
         finally:
             for hook in hooks:
@@ -74,7 +76,7 @@ def _listen(sketch: Sketch, names: Sequence[str], seen: dict[str, Call]) -> list
         if name is not None and name not in seen:
             copied: Callable[[Any], Any] = functools.partial(tree_map_tensors, detached)
             seen[name] = Call(copied(args), copied(kwargs))
-            if len(seen) == len(wanted):
+            if len(seen) == len(wanted) and name:
                 raise _Enough
         sketch.fill(module, recurse=module not in around)
 
@@ -103,6 +105,11 @@ def sample_calls(
             yield f"input_ids of shape {tuple(ids.shape)}", (), {"input_ids": ids}
             if "decoder_input_ids" in inspect.signature(model.forward).parameters:
                 yield "input_ids and decoder_input_ids", (), {"input_ids": ids, "decoder_input_ids": ids}
+    for first in [module for module in model.modules() if isinstance(module, nn.Conv2d)][:1]:
+        side = getattr(getattr(model, "config", None), "image_size", 32)
+        if isinstance(side, int):
+            images = torch.randn((BATCH, first.in_channels, side, side), generator=stream).to(device)
+            yield f"images of shape {tuple(images.shape)}", (images,), {}
     width = next((matrix.num_inputs for matrix in map(matrix_of, model.modules()) if matrix is not None), None)
     for shape in ((BATCH, LENGTHS[0], width), (BATCH, width)) if width is not None else ():
         yield f"numbers of shape {shape}", (torch.randn(shape, generator=stream).to(device),), {}
@@ -114,6 +121,6 @@ def sample_calls(
 
 def without_cache(model: nn.Module) -> None:
     """Switch the key-value cache of a (copied) transformers model off: a block that is run twice would extend it."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", None):
-        config.use_cache = False  # type: ignore[union-attr]
+    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False

@@ -7,7 +7,7 @@ output layer alone. All ranks of the mesh take part, and all come to the same ve
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.collectives.ledger import Ledger
+from engine.config.messages import EngineError
 from engine.mesh import Mesh
+from engine.model.tensor_parallel.apply import apply
 from engine.model.tensor_parallel.capture import Call
 from engine.model.tensor_parallel.matrices import describe_size
-from engine.model.tensor_parallel.shares import cut_in_place, local_part
+from engine.model.tensor_parallel.logits import CutLogits
 from engine.model.tensor_parallel.sketch import PURPOSE, SEED
 from engine.model.tensor_parallel.split import TensorPlan
+from engine.parameters import ParameterRegistry
 from engine.random import generator
 from engine.torch_compat import tree_leaves
 
@@ -62,51 +66,41 @@ class Proof:
     def __call__(self, plan: TensorPlan) -> Verdict:
         """Try ``plan``, whose names are relative to the module. Collective: all ranks call it with the same plan."""
         place: list[str] = []
+        module = copy.deepcopy(self._module)
+        registry = ParameterRegistry(module)
         cut: Run | None = None
         faults: list[str] = []
         try:
-            module = copy.deepcopy(self._module)
-            cut_in_place(module, plan, self._mesh)
-            shape = self._plain.outputs[0].shape
-            cut = _run(module, self._call, place, shape, lambda whole, output: self._expected(whole, output, plan))
+            apply(module, registry, (), plan, self._mesh, Ledger())
+            for info, parameter in registry.parameters():
+                parameter.data = info.part(parameter.data)
+            cut = _run(module, self._call, place)
+        except EngineError as error:
+            faults = [str(error)]
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             faults = [f"{self._told(place[-1] if place else '', plan)} fails: {type(error).__name__}: {reason}"]
         if agreed := self._agree(faults):
             return Verdict(tuple(agreed))
         assert cut is not None
-        faults = self._forward_faults(cut, plan)
-        partial = self._agree(self._different_parameters(cut, plan))
-        faults = self._agree(faults)
-        if faults:
-            return Verdict(tuple(faults))
-        summed = dict.fromkeys(name.rpartition(".")[0] for name in partial)
+        faults = self._agree(self._forward_faults(cut, plan))
+        partial = self._agree([] if faults else self._different_parameters(cut, registry))
         for name in partial:
-            total = cut.parameters[name].clone() if name in cut.parameters else None
-            if (
-                total is None
-                or total.shape != self._plain.parameters[name].shape
-                or name in _cut_names(plan, self._plain)
-            ):
-                faults.append(f"the gradient of {self._whole(name)} differs")
-                continue
-            dist.all_reduce(total, group=self._mesh.group("tp"))
-            if not _close(total, self._plain.parameters[name]):
-                faults.append(f"the gradient of {self._whole(name)} differs on the ranks, and so does their sum")
+            faults += self._sum_fault(name, cut, registry)
         faults = self._agree(faults)
+        summed = dict.fromkeys(name.rpartition(".")[0] for name in partial)
         return Verdict(tuple(faults), () if faults else tuple(summed))
 
     def _forward_faults(self, cut: Run, plan: TensorPlan) -> list[str]:
         """Outputs and gradients of inputs; the first module whose own output is wrong is named."""
         faults = []
         for index, (whole, output) in enumerate(zip(self._plain.outputs, cut.outputs, strict=False)):
-            same = _close(output, self._expected(whole, output, plan))
-            if not same and (index == 0 or output.shape == whole.shape):
-                faults.append(f"output {index} of {self._name} differs{_by_how_much(output, whole)}")
+            if not _close(output, whole) and (index == 0 or output.shape == whole.shape):
+                faults.append(f"output {index} of {self._whole('')} differs{_by_how_much(output, whole)}")
         if len(self._plain.outputs) != len(cut.outputs):
-            faults.append(f"{self._name} gives {len(cut.outputs)} tensors in place of {len(self._plain.outputs)}")
+            faults.append(f"{self._whole('')} gives {len(cut.outputs)} tensors in place of {len(self._plain.outputs)}")
         if not faults and not all(map(_close, cut.inputs, self._plain.inputs)):
-            faults.append(f"the gradient of what enters {self._name} differs")
+            faults.append(f"the gradient of what enters {self._whole('')} differs")
         if faults:
             for name, output in cut.within.items():
                 whole = self._plain.within.get(name)
@@ -114,23 +108,30 @@ class Proof:
                     return [f"{self._told(name, plan)}: its output differs{_by_how_much(output, whole)}"]
         return faults
 
-    def _different_parameters(self, cut: Run, plan: TensorPlan) -> list[str]:
-        size, rank = self._mesh.degrees["tp"], self._mesh.coordinates["tp"]
+    def _different_parameters(self, cut: Run, registry: ParameterRegistry) -> list[str]:
+        """Those whose gradient is not this rank's part of the plain one."""
         found = []
         for name, whole in self._plain.parameters.items():
-            expected, gradient = local_part(name, whole, plan, size, rank), cut.parameters.get(name)
-            if gradient is None or not _close(gradient, expected):
+            gradient = cut.parameters.get(name)
+            if gradient is None or not _close(gradient, registry.by_name[name].part(whole), self._largest):
                 found.append(name)
         return found
 
-    def _expected(self, whole: Tensor, output: Tensor, plan: TensorPlan) -> Tensor:
-        """What ``output`` should be: ``whole``, or this rank's part of it where the module is itself a layer whose
-        output stays cut."""
-        split = plan.splits.get("")
-        if split is None or output.shape == whole.shape or output.shape[:-1] != whole.shape[:-1]:
-            return whole
-        size, rank = self._mesh.degrees["tp"], self._mesh.coordinates["tp"]
-        return local_part("bias", whole.movedim(-1, 0), plan, size, rank).movedim(0, -1)
+    def _sum_fault(self, name: str, cut: Run, registry: ParameterRegistry) -> list[str]:
+        """Why the gradients of a parameter are not the parts of a sum; [] where they are."""
+        whole = self._plain.parameters[name]
+        gradient = cut.parameters.get(name)
+        if registry.by_name[name].cut is not None:
+            return [f"the gradient of {self._whole(name)} differs"]
+        total = torch.zeros_like(whole) if gradient is None else gradient.clone()
+        dist.all_reduce(total, group=self._mesh.group("tp"))
+        if _close(total, whole, self._largest):
+            return []
+        return [f"the gradient of {self._whole(name)} differs, and it is not what the ranks have together"]
+
+    @property
+    def _largest(self) -> float:
+        return max((float(gradient.abs().max()) for gradient in self._plain.parameters.values() if gradient.numel()), default=0.0)
 
     def _told(self, name: str, plan: TensorPlan) -> str:
         """``h.0.attn.c_proj (Conv1D 32 -> 32, row)``."""
@@ -149,24 +150,9 @@ class Proof:
         return list(dict.fromkeys(line for lines in everyone for line in lines))
 
 
-def _cut_names(plan: TensorPlan, plain: Run) -> set[str]:
-    return {
-        name
-        for name in plain.parameters
-        if (split := plan.splits.get(name.rpartition(".")[0])) is not None
-        and not (split.style == "row" and name.endswith("bias"))
-    }
-
-
-def _run(
-    module: nn.Module,
-    call: Call,
-    place: list[str] | None = None,
-    shape: torch.Size | None = None,
-    expected: Callable[[Tensor, Tensor], Tensor] = lambda whole, output: whole,
-) -> Run:
+def _run(module: nn.Module, call: Call, place: list[str] | None = None) -> Run:
     """Forward, and backward from the first output. ``place`` gets the names of the modules that are being computed,
-    innermost last; ``shape`` is that of the whole output, and ``expected`` cuts such a tensor to the size of this one."""
+    innermost last."""
     within: dict[str, Tensor] = {}
     place = place if place is not None else []
     for name, part in module.named_modules():
@@ -186,9 +172,9 @@ def _run(
     inputs = [t for t in tree_leaves([args, kwargs]) if isinstance(t, Tensor) and t.requires_grad]
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         leaves = tree_leaves(module(*args, **kwargs))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        outputs = [leaf.join() if isinstance(leaf, CutLogits) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for output in outputs[:1]:
-            (output * expected(_weights(shape or output.shape), output).to(output)).sum().backward()
+            (output * _weights(output)).sum().backward()
     gradients: Mapping[str, Tensor] = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     return Run(
         [output.detach() for output in outputs],
@@ -198,18 +184,19 @@ def _run(
     )
 
 
-def _weights(shape: torch.Size) -> Tensor:
+def _weights(output: Tensor) -> Tensor:
     """What the output is multiplied with before the backward: different everywhere, equal on all ranks."""
-    return torch.randn(shape, generator=generator(SEED, PURPOSE, "weights"))
+    return torch.randn(output.shape, generator=generator(SEED, PURPOSE, "weights")).to(output)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
+    """``scale``: what values of this kind are at most; a tensor that is zero but for rounding is measured by it."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return bool(torch.equal(one, other))
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(((one - other).abs() <= TOLERANCE * scale + 1e-6).all())
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return bool(((one - other).abs() <= TOLERANCE * max(largest, 1e-2 * scale)).all())
 
 
 def _by_how_much(one: Tensor, other: Tensor) -> str:

@@ -46,7 +46,9 @@ def build_buckets(
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
+    tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
+    values may touch it.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
@@ -56,9 +58,8 @@ def build_buckets(
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
-    if by_group:
-        ordered.sort(key=lambda item: item[0].group or 0)
-    kinds = [(info.numel, (info.dtype, info.group if by_group else None)) for info, _ in ordered]
+    ordered.sort(key=lambda item: ((item[0].group or 0) if by_group else 0, item[0].num_copies))
+    kinds = [(i.numel, (i.dtype, i.num_copies, i.group if by_group else None)) for i, _ in ordered]
     for positions in runs(kinds, limit):
         run = [ordered[position] for position in positions]
         if granularity == "whole":
