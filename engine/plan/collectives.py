@@ -103,6 +103,8 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
 
 def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[Call]:
     """Lamb needs the norms of whole parameters and of their updates: two fp32 numbers for each."""
-    if plan.optimizer is not None and plan.optimizer.type == "Lamb" and shard_ranks(plan) > 1:
-        numbers = 2 * len(facts.parameters)
-        yield "dp_shard", "all_reduce", "norms", 1, all_reduce_bytes(4 * numbers, shard_ranks(plan))
+    if plan.optimizer is None or plan.optimizer.type != "Lamb":
+        return
+    for axis, ranks in (("dp_shard", shard_ranks(plan)), ("tp", plan.degrees.tp)):
+        if ranks > 1:
+            yield axis, "all_reduce", "norms", 1, all_reduce_bytes(2 * 4 * len(facts.parameters), ranks)

@@ -167,7 +167,8 @@ def _buckets(plan: Plan, trained: Sequence[ParameterFacts], limit: int | None = 
     ordered = list(reversed(trained))
     if limit is None:
         limit = sum(p.numel for p in trained) if plan.zero.whole_groups else plan.zero.bucket_elements
-    for positions in runs([(p.numel, p.dtype) for p in ordered], limit):
+    ordered.sort(key=lambda p: _copies(plan, p))
+    for positions in runs([(p.numel, (p.dtype, _copies(plan, p))) for p in ordered], limit):
         members = [ordered[position] for position in positions]
         numels = [p.numel for p in members]
         if whole:
@@ -179,6 +180,11 @@ def _buckets(plan: Plan, trained: Sequence[ParameterFacts], limit: int | None = 
         dtype = compute_dtype(plan, members[0].dtype)
         accumulate = plan.precision.accumulate if dtype in ("fp32", "bf16", "fp16") else dtype
         yield FlatBucket(tuple(members), tuple(bounds), dtype, accumulate)
+
+
+def _copies(plan: Plan, parameter: ParameterFacts) -> int:
+    """Ranks of the tensor-parallel group that hold the same: what they all hold lies in buckets of its own."""
+    return plan.degrees.tp if parameter.cut is None else 1
 
 
 def _sharded(plan: Plan, facts: ModelFacts, held: Sequence[ParameterFacts]) -> Layout:
