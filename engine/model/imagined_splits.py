@@ -27,8 +27,8 @@ LossOf = Callable[[nn.Module], Tensor]
 def imagined_splits(
     model: nn.Module, blocks: Sequence[nn.Module], config: Config, loss_of: LossOf | None
 ) -> dict[str, Split]:
-    """Module name -> how it is cut. ``loss_of`` runs the model, which inferring a plan needs; the model is changed by it:
-    give one that is thrown away.
+    """Module name -> how it is cut. ``loss_of`` runs the model, which inferring a plan needs and which changes it: give
+    a model that is thrown away.
 
     Raises ConfigError for a plan in the JSON that does not fit the model.
     """

@@ -73,6 +73,7 @@ class _Run:
         """(queries, keys) of the attention that runs now."""
         self._place = BEFORE
         self._modules: list[nn.Module] = []
+        self._inputs: dict[int, list[Any]] = {}
         self._outputs: dict[int, Any] = {}
         self._opened: Tensor | None = None
         self._seen: dict[int, StorageWeakRef] = {}
@@ -154,6 +155,7 @@ class _Run:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._place = index
             self.entering = _first_tensor((args, kwargs))
+            self._inputs[index] = _shapes((args, kwargs))
             self.block_flops[index] -= self._flops.get_total_flops()
 
         return enter
@@ -198,8 +200,8 @@ class _Run:
         def forward(*args: Any, **kwargs: Any) -> Any:
             output, entering = self._outputs[twin], _first_tensor((args, kwargs))
             leaving = _first_tensor(output)
-            if leaving.shape != entering.shape or leaving.dtype != entering.dtype:
-                raise RuntimeError("the block does not give what it gets")
+            if _shapes((args, kwargs)) != self._inputs[twin] or _shapes(leaving) != _shapes(entering):
+                raise RuntimeError("the block is called in another way, or does not give what it gets")
             return tree_map_tensors(lambda tensor: entering if tensor is leaving else tensor, output)
 
         return forward
@@ -292,6 +294,10 @@ class _Live(DispatchMode):
 
     def _freed(self, size: int) -> None:
         self.bytes -= size
+
+
+def _shapes(tree: Any) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _nbytes(tensor: Tensor) -> int:
