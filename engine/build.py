@@ -62,7 +62,8 @@ def build(
 
     # transforms, outermost axis first
     granularity = granularity_of(plan.optimizer, client)
-    tensor_parallel.apply(model, registry, blocks, tensor_plan_of(model, plan), mesh, ledger, granularity)
+    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
+    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
     reduction = data_parallel.reduction
 

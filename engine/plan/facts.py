@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from engine.plan.tensor_parallel import SplitSizes
+
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element, by the dtypes that parameters are trained in."""
 
@@ -139,6 +141,7 @@ class ModelFacts:
     num_block_parameters: int | None = None
     """Elements in the largest block."""
     num_heads: int | None = None
+    split_sizes: SplitSizes | None = None
     parameters: tuple[ParameterFacts, ...] = ()
     buffers: tuple[BufferFacts, ...] = ()
     forward: ForwardFacts | None = None

@@ -28,6 +28,7 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.tensor_parallel import check_tensor_parallel
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -110,6 +111,7 @@ def sketch(
     run(note_vocabulary, config, findings)
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
+    run(check_tensor_parallel, config, degrees, facts, findings)
     if batch is None:
         return None, findings
     result = Plan(

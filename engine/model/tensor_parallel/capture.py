@@ -35,8 +35,8 @@ class _Enough(BaseException):
 def capture(sketch: Sketch, names: Sequence[str], sample: Any = None) -> dict[str, Call]:
     """Module name -> its first call, for every one of ``names``, from one forward of ``sketch.model``.
 
-    The forward ends where the last of them is called. ``sample`` is a batch as the model takes it (dict, tuple or
-    tensor); without one, token ids and then numbers are tried. "" names the model itself.
+    The forward ends where the last of them is called. Token ids and then numbers are made up; where the model takes
+    neither, ``sample`` is tried, a batch as the model takes it (dict, tuple or tensor). "" names the model itself.
 
     Raises EngineError where no inputs drive the model that far, with what each attempt ran into.
     """
@@ -89,22 +89,24 @@ def sample_calls(
     model: nn.Module, sample: Any, device: torch.device
 ) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """``(what it is, args, kwargs)`` of calls worth trying, the likeliest first."""
-    if sample is not None:
-        small = tree_map_tensors(lambda tensor: tensor[:BATCH].to(device) if tensor.dim() else tensor, sample)
-        if isinstance(small, Mapping):
-            yield "the training data", (), dict(small)
-        else:
-            yield "the training data", tuple(small) if isinstance(small, list | tuple) else (small,), {}
     without_cache(model)
     stream = generator(SEED, PURPOSE, "inputs")
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    signature = inspect.signature(model.forward).parameters
+    needed = [
+        p.name
+        for p in signature.values()
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
+    ]
     for length in LENGTHS if tables else ():
         ids = torch.randint(max(tables), (BATCH, length), generator=stream).to(device)
         yield f"token ids of shape {tuple(ids.shape)}", (ids,), {}
-        if "input_ids" in inspect.signature(model.forward).parameters:
+        if "input_ids" in signature:
             yield f"input_ids of shape {tuple(ids.shape)}", (), {"input_ids": ids}
-            if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-                yield "input_ids and decoder_input_ids", (), {"input_ids": ids, "decoder_input_ids": ids}
+        more = [name for name in ("input_ids", "decoder_input_ids") if name in signature]
+        named = {name: torch.ones_like(ids) if "mask" in name else ids for name in dict.fromkeys([*needed, *more])}
+        if len(named) > 1:
+            yield f"{', '.join(named)} of shape {tuple(ids.shape)}", (), named
     for first in [module for module in model.modules() if isinstance(module, nn.Conv2d)][:1]:
         side = getattr(getattr(model, "config", None), "image_size", 32)
         if isinstance(side, int):
@@ -113,6 +115,15 @@ def sample_calls(
     width = next((matrix.num_inputs for matrix in map(matrix_of, model.modules()) if matrix is not None), None)
     for shape in ((BATCH, LENGTHS[0], width), (BATCH, width)) if width is not None else ():
         yield f"numbers of shape {shape}", (torch.randn(shape, generator=stream).to(device),), {}
+    if sample is not None:
+        small = tree_map_tensors(lambda tensor: tensor[:BATCH].to(device) if tensor.dim() else tensor, sample)
+        if isinstance(small, Mapping):
+            yield "the training data", (), dict(small)
+        elif isinstance(small, list | tuple):
+            yield "the training data", tuple(small), {}
+            yield "the first of the training data", (small[0],), {}
+        else:
+            yield "the training data", (small,), {}
     for name, tensor in dict(getattr(model, "dummy_inputs", None) or {}).items():
         if isinstance(tensor, Tensor):
             yield f"its own dummy_inputs ({name}, ...)", (), dict(model.dummy_inputs)  # type: ignore[arg-type]

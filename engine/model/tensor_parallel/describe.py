@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from engine.model.tensor_parallel import inferred
-from engine.model.tensor_parallel.written import numberless
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split, TensorPlan
+from engine.model.tensor_parallel.written import numberless
 
 if TYPE_CHECKING:
     from engine.model.tensor_parallel.find import Kind

@@ -1,14 +1,14 @@
 """How a model is cut over the tp axis: found in the JSON, in the model's own plan, or in the model; and proved.
 
-    found = find_plan(model, blocks, mesh, config)
-    print("\n".join(found.lines))
-    apply(model, found.plan, ...)
+found = find_plan(model, blocks, mesh, config)
+print("\n".join(found.lines))
+apply(model, found.plan, ...)
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,19 +18,21 @@ from torch import nn
 from engine.config.messages import EngineError
 from engine.config.sections.parallel import TensorParallelSection
 from engine.mesh import Mesh
-from engine.model.tensor_parallel.capture import Call, capture
 from engine.model.tensor_parallel import inferred, refusal
+from engine.model.tensor_parallel.capture import Call, capture
 from engine.model.tensor_parallel.describe import describe
-from engine.model.tensor_parallel.written import Written
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.json_plan import Locate, read_layer_specs, read_plan
 from engine.model.tensor_parallel.matrices import matrix_of
 from engine.model.tensor_parallel.model_plan import own_plan, read_model_plan
 from engine.model.tensor_parallel.outside import call_alone, find_vocabulary
 from engine.model.tensor_parallel.proof import Proof, Verdict
+from engine.model.tensor_parallel.sizes import split_sizes
 from engine.model.tensor_parallel.sketch import Sketch
 from engine.model.tensor_parallel.split import Split, TensorPlan
 from engine.model.tensor_parallel.trace import Trace, trace
+from engine.model.tensor_parallel.written import Written
+from engine.plan.tensor_parallel import split_problems
 
 T = TypeVar("T")
 
@@ -73,6 +75,10 @@ def find_plan(
     that the proof does not bear out, with the names it stumbled on; a model with nothing to cut.
     """
     given = _together(mesh, "reading the plan", lambda: _given(model, settings, locate))
+    if given is None or (given.origin == "model" and not any(s.gather_output for s in given.splits.values())):
+        sizes = split_sizes(model, blocks)
+        if problems := split_problems(sizes, mesh.degrees["tp"]):
+            raise EngineError(refusal.sizes(problems))
     search = _Search(model, _units(model, blocks), mesh)
     kinds = _together(mesh, "running one block by itself", lambda: search.kinds(given, sample))
     for kind in kinds:
@@ -85,12 +91,23 @@ def find_plan(
 
 
 def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Written | None:
-    """The written plan with the first claim: of the JSON, else of the model; None where neither has one."""
+    """The written plan with the first claim: of the JSON, else of the model; None where neither has one.
+
+    A model's own is its attribute ``tensor_plan`` (a `TensorPlan`), else what transformers' models carry.
+    """
+    exact = getattr(model, "tensor_plan", None)
+    if exact is not None and not isinstance(exact, TensorPlan):
+        raise EngineError(
+            f"{type(model).__name__}.tensor_plan is a {type(exact).__name__}; it is taken for an "
+            "engine.model.tensor_parallel.TensorPlan, so give it another name or make it one"
+        )
     if settings is not None and settings.plan:
         return read_plan(model, settings.plan, locate)
     own = own_plan(model)
     if settings is not None and settings.partition_config is not None and settings.partition_config.layer_specs:
         return read_layer_specs(model, settings.partition_config, locate)
+    if exact is not None:
+        return Written(exact.splits, "model", exact.attributes)
     return read_model_plan(model, own) if own else None
 
 
@@ -141,9 +158,10 @@ class _Search:
         block = self._sketch.model.get_submodule(name)
         self._sketch.fill(block)
         proof = Proof(block, self._calls[name], self._mesh, name)
-        for part in kind.parts:
+        exact = given is not None and given.attributes is not None
+        for part in [_merged(kind.parts)] if exact and kind.parts else kind.parts:
             first: Verdict | None = None
-            for splits, numbers in self._choices(kind, part, written):
+            for splits, numbers in self._choices(kind, part, written, given):
                 verdict = proof(TensorPlan(kind.splits | splits, kind.attributes | numbers))
                 first = first or verdict
                 if not verdict.faults:
@@ -162,8 +180,15 @@ class _Search:
                 raise EngineError(refusal.not_proved(given, kind.trace, None, kind.splits, name, self._size, verdict))
         self._sketch.hollow(block)
 
-    def _choices(self, kind: Kind, part: Part, written: Mapping[str, Split]):
+    def _choices(
+        self, kind: Kind, part: Part, written: Mapping[str, Split], given: Written | None
+    ) -> Iterator[tuple[dict[str, Split], dict[str, int]]]:
         assert kind.trace is not None
+        if given is not None and given.attributes is not None:
+            begin = f"{kind.names[0]}." if kind.names[0] else ""
+            near = {path.removeprefix(begin): v for path, v in given.attributes.items() if path.startswith(begin)}
+            yield {name: written[name] for name in part.names}, near
+            return
         for splits in inferred.layouts(kind.trace, part, written):
             for numbers in inferred.divided_numbers(kind.trace, part, splits, self._size, kind.attributes):
                 yield splits, numbers
@@ -173,10 +198,11 @@ class _Search:
         proved alone."""
         inside = {module for name, unit in self._units.items() if name for module in unit.modules()}
         vocabulary = find_vocabulary(self._model, inside)
-        splits = vocabulary if given is None else _together(
-            self._mesh, "reading the plan", lambda: self._written(given, vocabulary)
+        splits = (
+            vocabulary
+            if given is None
+            else _together(self._mesh, "reading the plan", lambda: self._written(given, vocabulary))
         )
-        _together(self._mesh, "reading the plan", lambda: check_shared(self._model, splits))
         for name, split in splits.items():
             module = self._sketch.model.get_submodule(name)
             self._sketch.fill(module)
@@ -195,7 +221,9 @@ class _Search:
             if split.style in ("vocabulary", "head") or name in vocabulary:
                 splits[name] = vocabulary.get(name, split) if split.style == "column" else split
             elif not any(_inside(name, unit) for unit in self._units):
-                if split.style == "column" and not split.gather_output or split.style == "row" and not split.split_input:
+                if (split.style == "column" and not split.gather_output) or (
+                    split.style == "row" and not split.split_input
+                ):
                     open_ended.append(name)
                 splits[name] = split
         if open_ended:
@@ -208,26 +236,22 @@ class _Search:
 
 
 def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Written | None) -> TensorPlan:
-    splits, attributes, summed = dict(outer), {}, []
+    splits, summed = dict(outer), list[str]()
+    attributes: dict[str, int] = {}
     for kind in kinds:
         for block in kind.names:
             splits |= {_joined(block, name): split for name, split in kind.splits.items()}
             attributes |= {_joined(block, path): value for path, value in kind.attributes.items()}
             summed += [_joined(block, name) for name in kind.summed]
-    sequence = given.sequence if given is not None else ()
-    return TensorPlan(splits, attributes, sequence, tuple(summed), given.origin if given is not None else "inferred")
+    if given is not None and given.attributes is not None:
+        attributes = dict(given.attributes)
+    return TensorPlan(
+        splits, attributes, summed=tuple(summed), origin=given.origin if given is not None else "inferred"
+    )
 
 
-def check_shared(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Raises EngineError where a weight that is cut belongs to another layer as well, which is not cut with it."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        if matrix_of(module) is not None or isinstance(module, nn.Embedding):
-            owners.setdefault(module.weight, []).append(name)  # type: ignore[arg-type]
-    for names in owners.values():
-        cut = [name for name in names if name in splits]
-        if cut and len(cut) < len(names):
-            raise EngineError(refusal.shared(cut, [name for name in names if name not in splits]))
+def _merged(parts: Sequence[Part]) -> Part:
+    return Part(tuple(n for part in parts for n in part.columns), tuple(n for part in parts for n in part.rows))
 
 
 def _joined(block: str, name: str) -> str:

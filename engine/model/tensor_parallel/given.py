@@ -1,21 +1,48 @@
-"""A plan that a model brings along: its attribute ``tensor_plan``."""
+"""The tensor plan of a model that is about to be built: looked for, proved and printed where layers are split."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.data import default_collate
 
-from engine.config.messages import EngineError
+from engine.mesh import Mesh
+from engine.model.tensor_parallel.find import find_plan
 from engine.model.tensor_parallel.split import TensorPlan
+from engine.plan import Plan
+
+log = logging.getLogger("engine")
 
 
-def tensor_plan_of(model: nn.Module, plan: Any) -> TensorPlan | None:
-    """``model.tensor_plan``, a `TensorPlan`; None without one. Raises EngineError for anything else under that name."""
-    found = getattr(model, "tensor_plan", None)
-    if found is not None and not isinstance(found, TensorPlan):
-        raise EngineError(
-            f"{type(model).__name__}.tensor_plan is a {type(found).__name__}; it is taken for an "
-            "engine.model.tensor_parallel.TensorPlan, so give it another name or make it one"
-        )
-    return found
+def tensor_plan_of(
+    model: nn.Module,
+    plan: Plan,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    training_data: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+) -> TensorPlan | None:
+    """None on one tp rank. Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+
+    Raises EngineError as `find_plan` does, the same on all ranks.
+    """
+    if mesh.degrees["tp"] == 1:
+        return None
+    sample = first_samples(training_data, collate_fn)
+    found = find_plan(model, blocks, mesh, plan.config.tensor_parallel, plan.config.locate, sample)
+    if mesh.rank == 0:
+        level = logging.WARNING if found.plan.origin == "inferred" else logging.INFO
+        for line in found.lines:
+            log.log(level, "%s", line)
+    return found.plan
+
+
+def first_samples(training_data: Any, collate_fn: Callable[..., Any] | None = None) -> Any:
+    """The first two samples of a map-style dataset as one batch; None where there is no such batch."""
+    try:
+        return (collate_fn or default_collate)([training_data[0], training_data[1]])
+    except Exception:  # whatever it is, it is only the last of several things to try
+        return None

@@ -21,7 +21,9 @@ MAX_CHOICES = 64
 """Combinations of divided numbers that are tried on one pair of layers before it is given up."""
 
 HEADS = re.compile(r"^((num|n)_?)?((attention|attn|query|q|key_value|kv|key|k|value|v)_?)*(heads?|h)(_per_partition)?$")
-KEPT = re.compile(r"head_?(dim|size)|dim_?head|d_?head|d_kv|kv_channels|proj_dim|groups|layer|rotary|window|max_|bucket")
+KEPT = re.compile(
+    r"head_?(dim|size)|dim_?head|d_?head|d_kv|kv_channels|proj_dim|groups|layer|rotary|window|max_|bucket"
+)
 RESIDUAL = re.compile(r"^(hidden_?(size|dim)?|d_model|width|dim|n_embd|n_embed|model_dim|embed_dim|channels)$")
 
 
@@ -40,7 +42,9 @@ class Part:
     def root(self) -> str:
         """The innermost module that holds all of them, "" for the block."""
         split = [name.split(".")[:-1] for name in self.names]
-        return ".".join(level[0] for level in itertools.takewhile(lambda l: len(set(l)) == 1, zip(*split, strict=False)))
+        return ".".join(
+            level[0] for level in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*split, strict=False))
+        )
 
 
 def find_parts(trace: Trace) -> list[Part]:
@@ -90,8 +94,12 @@ def layouts(trace: Trace, part: Part, given: Mapping[str, Split]) -> Iterator[di
     choices = []
     for name in part.columns:
         split = given.get(name, Split("column", transposed=trace.layers[name].transposed))
-        fused = [] if split.segments or len(widths) != 1 else _fused(trace, name, next(iter(widths)))
-        choices.append([(name, Split(split.style, s, split.transposed, split.gather_output)) for s in fused] or [(name, split)])
+        fused = (
+            [] if split.segments or split.gather_output or len(widths) != 1 else _fused(trace, name, next(iter(widths)))
+        )
+        choices.append(
+            [(name, Split(split.style, s, split.transposed, split.gather_output)) for s in fused] or [(name, split)]
+        )
     for chosen in itertools.product(*choices):
         rows = {name: given.get(name, Split("row", transposed=trace.layers[name].transposed)) for name in part.rows}
         yield dict(chosen) | rows
@@ -163,17 +171,21 @@ def indivisible(trace: Trace, part: Part, size: int) -> list[tuple[str, int]]:
     found = [
         (path, value)
         for path, value in trace.numbers.items()
-        if HEADS.search(path.rpartition(".")[2].lower()) and value % size and _is_near(path.rpartition(".")[0], part.root)
+        if HEADS.search(path.rpartition(".")[2].lower())
+        and value % size
+        and _is_near(path.rpartition(".")[0], part.root)
     ]
     for name in part.columns:
-        found += [(f"the outputs of {name}", trace.layers[name].num_outputs)] * bool(trace.layers[name].num_outputs % size)
+        found += [(f"the outputs of {name}", trace.layers[name].num_outputs)] * bool(
+            trace.layers[name].num_outputs % size
+        )
     for name in part.rows:
         found += [(f"the inputs of {name}", trace.layers[name].num_inputs)] * bool(trace.layers[name].num_inputs % size)
     return found
 
 
 def kind_of(part: Part, layers: Mapping[str, Matrix]) -> str:
-    """"attention" or "MLP", for people."""
+    """ "attention" or "MLP", for people."""
     width = layers[part.rows[0]].num_inputs if part.rows else 0
     fused = any(layers[name].num_outputs in (3 * width,) for name in part.columns)
     named = any(re.search("att", name.lower()) for name in part.names)

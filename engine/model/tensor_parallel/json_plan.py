@@ -16,9 +16,9 @@ from torch import nn
 
 from engine.config.messages import ConfigError, Problem, show
 from engine.config.sections.parallel import LayerSpecSection, PartitionConfigSection
-from engine.model.tensor_parallel.written import Written, Modules, cut_as, some, why_not
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split
+from engine.model.tensor_parallel.written import Modules, Written, cut_as, some, why_not
 
 PATH = "tensor_parallel.plan"
 SPECS = "tensor_parallel.partition_config"
@@ -28,12 +28,15 @@ Locate = Callable[[str], tuple[str | None, int | None, int | None]]
 def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Written:
     """Match ``plan`` against the modules of ``model``.
 
-    Raises ConfigError with every pattern that matches nothing, module that two patterns want differently, and module
-    that cannot be cut as it should.
+    "sequence" is refused: norms work on whole sequences. Raises ConfigError with every pattern that matches nothing,
+    module that two patterns want differently, and module that cannot be cut as it should.
     """
     modules, problems = Modules(model), _Problems(locate, PATH)
     wanted: dict[str, tuple[str, str]] = {}  # name -> style, pattern
     for pattern, style in plan.items():
+        if style == "sequence":
+            problems.add(f"{show(pattern)}: shards of the sequence are not built here", style, 'write "replicate"')
+            continue
         matched = [first for name, first in modules.first.items() if name and fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             near = modules.nearest(pattern)
@@ -50,7 +53,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
     splits: dict[str, Split] = {}
     unfit: dict[tuple[str, str], list[str]] = {}
     for name, (style, pattern) in wanted.items():
-        if style in ("replicate", "sequence"):
+        if style == "replicate":
             continue
         split = cut_as(modules[name], style)
         if split is None:
@@ -60,7 +63,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
     for (pattern, why), names in unfit.items():
         problems.add(f"{show(pattern)} is to be cut as {plan[pattern]}, and {some(names)} {why}", pattern, _repair(why))
     problems.raise_any()
-    return Written(splits, "json", sequence=tuple(name for name, (style, _) in wanted.items() if style == "sequence"))
+    return Written(splits, "json")
 
 
 def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: Locate) -> Written:
@@ -72,7 +75,7 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
     model_type = str(getattr(getattr(model, "config", None), "model_type", "")).lower()
     specs = [s for s in section.layer_specs if not s.model_types or model_type in map(str.lower, s.model_types)]
     notes = [
-        f"layer_specs for {', '.join(spec.model_types or [])} are left out: this model's type is {model_type or 'unknown'}"
+        f"layer_specs for {', '.join(spec.model_types or [])} are left out: the model is of type {model_type or '?'}"
         for spec in section.layer_specs
         if spec not in specs
     ]
@@ -93,7 +96,10 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
             splits[name] = split
     for index, spec in enumerate(specs):
         if index not in used and spec.partition_type != "skip":
-            ends = [f".*\\{near[1:]}" for near in modules.nearest("*." + re.split(r"[\\.*$^]+", spec.patterns[0].strip("$"))[-1])]
+            ends = [
+                f".*\\{near[1:]}"
+                for near in modules.nearest("*." + re.split(r"[\\.*$^]+", spec.patterns[0].strip("$"))[-1])
+            ]
             repair = f"did you mean {' or '.join(map(show, ends))}?" if ends else ""
             problems.add(f"{', '.join(map(show, spec.patterns))} match no parameter", spec.patterns, repair)
     if section.strict_mode:
@@ -105,7 +111,7 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
 
 
 def _translated(module: nn.Module, spec: LayerSpecSection, name: str, problems: _Problems) -> Split | None:
-    style = spec.partition_type
+    style: str = spec.partition_type
     if isinstance(module, nn.Embedding):
         style = "vocabulary" if (spec.partition_dim or 0) == 0 and spec.partition_type == "column" else style
     split = cut_as(module, style)

@@ -4,16 +4,15 @@ this engine's words. https://huggingface.co/docs/transformers/main/perf_infer_gp
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from engine.config.messages import EngineError
-from engine.model.tensor_parallel.written import Written, Modules, cut_as, numberless, some, why_not
 from engine.model.tensor_parallel.matrices import matrix_of
 from engine.model.tensor_parallel.split import Split
+from engine.model.tensor_parallel.written import Modules, Written, cut_as, numberless, some, why_not
 
 STYLES: dict[str, tuple[str, dict[str, bool]]] = {
     "colwise": ("column", {}),
@@ -31,7 +30,6 @@ STYLES: dict[str, tuple[str, dict[str, bool]]] = {
 
 WHOLE = frozenset({"replicate", "replicated", "replicated_with_grad_allreduce", "auto"})
 """Nothing is cut. Which gradients come out in parts is found by the proof."""
-SEQUENCE = "sequence_parallel"
 
 MEANINGLESS = {
     "embedding_colwise": "cuts an embedding by its width; here embeddings are cut by their rows",
@@ -43,6 +41,7 @@ MEANINGLESS = {
     "ep_router": "spreads experts over ranks",
     "moe_identity_expert": "belongs to cut experts",
     "mla_kv_a_proj": "splits a latent key and value, of which a part skips the layer that follows",
+    "sequence_parallel": "works on a shard of the sequence",
     "all_reduce": "sums a module whose parts were cut by hand",
     "gather": "gathers a module whose parts were cut by hand",
     "local": "keeps a module whose parts were cut by hand",
@@ -52,7 +51,23 @@ MEANINGLESS = {
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Pattern (``*`` is a block's number) -> style of transformers; {} for a model without a plan."""
+    """Pattern (``*`` is a block's number) -> style of transformers; {} for a model without a plan.
+
+    A module that wraps models with plans has them all.
+    """
+    found: dict[str, str] = {}
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in outer):
+            continue
+        if plan := _plan_of(module):
+            prefix = f"{name}." if name else ""
+            outer.append(prefix)
+            found |= {f"{prefix}{key}": style for key, style in plan.items()}
+    return found
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     found: dict[str, Any] = dict(plan) if isinstance(plan, Mapping) else {}
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
@@ -71,7 +86,6 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Written:
     """
     modules = Modules(model)
     splits: dict[str, Split] = {}
-    sequence: list[str] = []
     problems: list[str] = []
     unmatched: list[str] = []
     by_number = {}
@@ -85,8 +99,6 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Written:
         elif style in MEANINGLESS or (not names and style not in WHOLE):
             why = MEANINGLESS.get(style, "is given to a parameter that is in no linear layer")
             problems.append(f"{pattern}: {style!r} {why}")
-        elif style == SEQUENCE:
-            sequence += names
         elif style in STYLES:
             unfit = [name for name in names if (split := _split(modules[name], style)) is None]
             splits |= {name: split for name in names if (split := _split(modules[name], style)) is not None}
@@ -101,7 +113,7 @@ def read_model_plan(model: nn.Module, plan: Mapping[str, str]) -> Written:
             + '\nwrite "tensor_parallel.plan" for the layers that are to be cut; what it does not name stays whole'
         )
     notes = (f"the model's plan names {some(unmatched, 4)}, which it has not",) if unmatched else ()
-    return Written(splits, "model", tuple(sequence), notes)
+    return Written(splits, "model", notes=notes)
 
 
 def _split(module: nn.Module, style: str) -> Split | None:

@@ -20,8 +20,8 @@ from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.apply import apply
 from engine.model.tensor_parallel.capture import Call
-from engine.model.tensor_parallel.matrices import describe_size
 from engine.model.tensor_parallel.logits import CutLogits
+from engine.model.tensor_parallel.matrices import describe_size
 from engine.model.tensor_parallel.sketch import PURPOSE, SEED
 from engine.model.tensor_parallel.split import TensorPlan
 from engine.parameters import ParameterRegistry
@@ -103,9 +103,9 @@ class Proof:
             faults.append(f"the gradient of what enters {self._whole('')} differs")
         if faults:
             for name, output in cut.within.items():
-                whole = self._plain.within.get(name)
-                if whole is not None and whole.shape == output.shape and not _close(output, whole):
-                    return [f"{self._told(name, plan)}: its output differs{_by_how_much(output, whole)}"]
+                plain = self._plain.within.get(name)
+                if plain is not None and plain.shape == output.shape and not _close(output, plain):
+                    return [f"{self._told(name, plan)}: its output differs{_by_how_much(output, plain)}"]
         return faults
 
     def _different_parameters(self, cut: Run, registry: ParameterRegistry) -> list[str]:
@@ -131,7 +131,10 @@ class Proof:
 
     @property
     def _largest(self) -> float:
-        return max((float(gradient.abs().max()) for gradient in self._plain.parameters.values() if gradient.numel()), default=0.0)
+        return max(
+            (float(gradient.abs().max()) for gradient in self._plain.parameters.values() if gradient.numel()),
+            default=0.0,
+        )
 
     def _told(self, name: str, plan: TensorPlan) -> str:
         """``h.0.attn.c_proj (Conv1D 32 -> 32, row)``."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from engine.model.tensor_parallel import inferred
-from engine.model.tensor_parallel.written import Written, numberless, some
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.matrices import describe_size, matrix_of
 from engine.model.tensor_parallel.split import Split
 from engine.model.tensor_parallel.trace import Trace
+from engine.model.tensor_parallel.written import Written, numberless, some
 from engine.plan.findings import divisors
 
 if TYPE_CHECKING:
@@ -35,20 +35,20 @@ def not_proved(
     origin = given.origin if given is not None else "inferred"
     names = part.names if part is not None else tuple(splits)
     shown = some((f"{block}.{name}" if block else name for name in names), 6)
-    lines = [f"tensor_parallel: {ORIGINS[origin]} for {shown} does not hold at {size} ranks, tried on {block or 'the model'}:"]
+    tried = block or "the model"
+    lines = [f"tensor_parallel: {ORIGINS[origin]} for {shown} does not hold on {size} ranks, tried on {tried}:"]
     faults = list(verdict.faults) if verdict is not None else []
-    lines += [f"  {numberless_block(fault)}" for fault in faults[:4]]
+    lines += [f"  {fault}" for fault in faults[:4]]
     if given is not None:
         lines += [f"  {clause}" for clause in unpaired(trace, splits)]
     if part is not None:
-        lines += [f"  {what} ({number}) is not divisible by {size}: {_nearest(number, size)}" for what, number in inferred.indivisible(trace, part, size)]
+        lines += [
+            f"  {what} ({number}) is not divisible by {size}: {_nearest(number, size)}"
+            for what, number in inferred.indivisible(trace, part, size)
+        ]
     if origin == "inferred":
         lines.append(f"nothing is cut on a guess: {WRITE}")
     return "\n".join(lines)
-
-
-def numberless_block(text: str) -> str:
-    return text
 
 
 def unpaired(trace: Trace, splits: Mapping[str, Split]) -> list[str]:
@@ -62,7 +62,11 @@ def unpaired(trace: Trace, splits: Mapping[str, Split]) -> list[str]:
         if split.style == "row" and not split.split_input:
             whole = [s for s in sorted(trace.sources.get(name, ())) if not _stays_cut(splits.get(s))]
             if whole or not trace.sources.get(name):
-                fed = f"{', '.join(whole)} {'feeds' if len(whole) == 1 else 'feed'} it whole" if whole else "what enters it is whole"
+                fed = (
+                    f"{', '.join(whole)} {'feeds' if len(whole) == 1 else 'feed'} it whole"
+                    if whole
+                    else "what enters it is whole"
+                )
                 found.append(f"{name} is cut by rows, which takes a cut input, and {fed}")
         if _stays_cut(split):
             whole = [n for n in feeds.get(name, []) if (s := splits.get(n)) is None or s.style != "row"]
@@ -83,7 +87,15 @@ def _nearest(number: int, size: int) -> str:
 
 
 def not_proved_alone(name: str, split: Split, verdict: Verdict) -> str:
-    return "\n".join([f"tensor_parallel: {name}, cut as {split.style}, does not give what it gives whole:"] + [f"  {f}" for f in verdict.faults])
+    return "\n".join(
+        [f"tensor_parallel: {name}, cut as {split.style}, does not give what it gives whole:"]
+        + [f"  {f}" for f in verdict.faults]
+    )
+
+
+def sizes(problems: Sequence[tuple[str, str]]) -> str:
+    repairs = "; ".join(dict.fromkeys(repair for _, repair in problems if repair))
+    return "tensor_parallel: " + "; ".join(sentence for sentence, _ in problems) + (f"; {repairs}" if repairs else "")
 
 
 def open_ended(names: Sequence[str]) -> str:
@@ -91,13 +103,6 @@ def open_ended(names: Sequence[str]) -> str:
         f"tensor_parallel: {some(names)} outside the repeated blocks: cut by columns its output, cut by rows its input "
         "would stay cut where the rest of the model is whole; let the plan name layers of the blocks, the token "
         "embedding and the output layer"
-    )
-
-
-def shared(cut: Sequence[str], whole: Sequence[str]) -> str:
-    return (
-        f"tensor_parallel: {some(cut)} and {some(whole)} are one weight, and the plan cuts only the former; name both "
-        "or neither"
     )
 
 

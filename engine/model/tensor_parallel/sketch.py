@@ -90,7 +90,11 @@ class Sketch:
 def _plain(like: Tensor, device: torch.device) -> Tensor:
     """Values that are legal for most uses: positive numbers, ascending indices, true."""
     if like.is_floating_point() or like.is_complex():
-        return torch.linspace(0.5, 1.5, max(like.numel(), 1), device=device)[: like.numel()].view(like.shape).to(like.dtype)
+        return (
+            torch.linspace(0.5, 1.5, max(like.numel(), 1), device=device)[: like.numel()]
+            .view(like.shape)
+            .to(like.dtype)
+        )
     if like.dtype == torch.bool or not like.dim():
         return torch.ones(like.shape, dtype=like.dtype, device=device)
     return torch.arange(like.shape[-1], device=device).expand(like.shape).to(like.dtype).contiguous()

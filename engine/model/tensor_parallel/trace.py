@@ -45,12 +45,15 @@ def trace(block: nn.Module, call: Call) -> Trace:
     layers: dict[str, Matrix] = {}
     sources: dict[str, set[str]] = {}
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         name = names[module]
         layers[name] = matrices[module]
         sources.setdefault(name, set()).update(_nearest(args, made_by))
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            made_by[output.grad_fn] = name
+        if not isinstance(output, Tensor) or output.grad_fn is None:
+            return output
+        output = output.clone()  # no view: an operation in place would give a view another node
+        made_by[output.grad_fn] = name
+        return output
 
     for module in matrices:
         module.register_forward_hook(after)

@@ -15,11 +15,12 @@ from engine.model.tensor_parallel.split import Origin, Split
 
 @dataclass(frozen=True)
 class Written:
-    """Module name -> how it is to be cut. ``origin``: whose plan it is; ``notes`` are sentences for the printed plan."""
+    """Module name -> how it is to be cut. ``origin``: whose plan it is; ``notes``: sentences for the printed plan."""
 
     splits: Mapping[str, Split]
     origin: Origin
-    sequence: tuple[str, ...] = ()
+    attributes: Mapping[str, int] | None = None
+    """As in `TensorPlan`, where the plan says them; None: they are found."""
     notes: tuple[str, ...] = ()
 
 
