@@ -32,6 +32,7 @@ class Mesh:
     def __init__(self, degrees: Degrees, device: torch.device) -> None:
         self.device = device
         self.degrees: Mapping[str, int] = degrees.by_axis
+        self.split_by_caller = degrees.split_by_caller
         self.order = axes_in_order(degrees.placement)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -8,7 +8,7 @@ name, its other names are aliases.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -166,6 +166,15 @@ class ParameterRegistry:
             if cut is not None:
                 self.infos[index] = replace(info, shape=cut.shape, cut=cut)
             else:
+                self.infos[index] = replace(info, num_copies=size, is_copy=rank > 0)
+        self.by_name = {info.name: info for info in self.infos}
+        self._info_of = {parameter: self.infos[info.index] for parameter, info in self._info_of.items()}
+
+    def share(self, names: Collection[str], size: int, rank: int) -> None:
+        """Note that the parameters of these names are whole on each of ``size`` ranks, of which this is ``rank``, in a
+        model that its caller has split; every other is a part of its own."""
+        for index, info in enumerate(self.infos):
+            if info.name in names:
                 self.infos[index] = replace(info, num_copies=size, is_copy=rank > 0)
         self.by_name = {info.name: info for info in self.infos}
         self._info_of = {parameter: self.infos[info.index] for parameter, info in self._info_of.items()}

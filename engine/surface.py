@@ -17,6 +17,7 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
 from engine.mesh import Mesh
+from engine.model.tensor_parallel.by_caller import refuse_checkpoint
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
@@ -179,6 +180,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
+        refuse_checkpoint(self.mesh, "save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -217,6 +219,7 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
+        refuse_checkpoint(self.mesh, "load_checkpoint()")
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -246,6 +249,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
+        refuse_checkpoint(self.mesh, "save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)

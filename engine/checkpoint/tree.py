@@ -72,9 +72,9 @@ class StateTree:
     ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
     ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every data-parallel rank
     comes from the first of them, as what tp ranks hold alike does. ``buffers`` gives the persistent ones as they are
-    now, for a module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that belong
-    to a rank are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin at zero.
-    All ranks construct it.
+    now, for a module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that
+    belong to a rank are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin
+    at zero. All ranks construct it.
     """
 
     def __init__(

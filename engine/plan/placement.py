@@ -96,12 +96,16 @@ def describe_crossings(degrees: Degrees, world: World) -> str:
     return "; ".join(parts)
 
 
-def resolve_placement(config: Config, findings: Findings, model: Mapping[str, int], dp: int) -> str:
-    """The order of the axes; a note where it changes nothing."""
-    placement = config.parallel.placement
-    sizes = {"P": model["pp"], "D": dp * model["cp"] * model["sp"], "T": model["tp"]}
+def resolve_placement(config: Config, world: World, degrees: Degrees, dp: int, findings: Findings) -> str:
+    """The order of the axes: the caller's where it has split the model; a note where the key changes nothing."""
+    placement, given = config.parallel.placement, findings.is_given(PLACEMENT)
+    if world.placement_of_caller:
+        if given:
+            findings.note(PLACEMENT, "has no effect: mpu's groups say where ranks stand")
+        return world.placement_of_caller
+    sizes = {"P": degrees.pp, "D": dp * degrees.cp * degrees.sp, "T": degrees.tp}
     used = [letter for letter in placement if sizes[letter] > 1]
-    if findings.is_given(PLACEMENT) and len(used) < 2:
+    if given and len(used) < 2:
         axes = f"only {used[0]} has a degree above 1" if used else "there is one rank"
         findings.note(PLACEMENT, f"has no effect: {axes}")
     return findings.resolved(PLACEMENT, placement, "outermost first; neighbours differ in the last letter")

@@ -28,7 +28,8 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
-from engine.plan.tensor_parallel import check_tensor_parallel
+from engine.plan.smp import check_smp
+from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -105,6 +106,7 @@ def sketch(
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
     run(check_combinations, config, findings)
+    run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
     run(note_ineffective, config, findings)
@@ -112,6 +114,7 @@ def sketch(
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
     run(check_tensor_parallel, config, degrees, facts, findings)
+    run(check_pairs, degrees, optimizer, findings)
     if batch is None:
         return None, findings
     result = Plan(

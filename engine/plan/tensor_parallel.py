@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.plan.findings import divisors, plural
-from engine.plan.plan import Degrees
+from engine.plan.plan import Degrees, OptimizerPlan
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -99,3 +99,26 @@ def vocabulary_note(sizes: SplitSizes, tp: int) -> str:
 
 def _rows_on_the_last(vocabulary: int, tp: int) -> int:
     return vocabulary - -(-vocabulary // tp) * (tp - 1)
+
+
+NEED_WHOLE_MATRICES = ("Muon", "Adafactor")
+
+
+def check_pairs(degrees: Degrees, optimizer: OptimizerPlan | None, findings: Findings) -> None:
+    """What cannot go with layers that are split."""
+    if degrees.tp == 1 or optimizer is None:
+        return
+    why = ""
+    if optimizer.type in NEED_WHOLE_MATRICES:
+        why = f"{optimizer.type} needs whole matrices for its update, and each of {degrees.tp} tp ranks holds a part"
+    elif optimizer.type == "OneBitLamb":
+        why = f"OneBitLamb keeps trust ratios of whole tensors on every rank, and {degrees.tp} tp ranks hold parts"
+    if why:
+        findings.problem(
+            "optimizer.type",
+            why,
+            found=optimizer.type,
+            allowed="AdamW, Adam, Lion, Lamb, SGD, OneBitAdam, ZeroOneAdam and others that work element by element",
+            repair=f"choose another optimizer, or set {SIZE} to 1",
+            options=("AdamW",),
+        )

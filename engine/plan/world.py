@@ -59,6 +59,8 @@ def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees
     """
     model = model_degrees(config)
     degrees = Degrees(pp=model["pp"], cp=model["cp"], sp=model["sp"], tp=model["tp"])
+    if world.split_by_caller > 1:
+        degrees = replace(degrees, tp=world.split_by_caller, split_by_caller=True)
     group = degrees.model
     if world.size % group:
         _report_world(model, world, findings)
@@ -68,7 +70,7 @@ def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees
         if model[axis] > 1:
             findings.resolved(path, model[axis])
     _check_data_parallel_size(config, model, dp, world, findings)
-    degrees = replace(degrees, placement=resolve_placement(config, findings, model, dp))
+    degrees = replace(degrees, placement=resolve_placement(config, world, degrees, dp, findings))
     shard = _mics_group(config, world, findings, dp)
     if config.zero_optimization.stage == 0:
         return replace(degrees, dp_replicate=dp)

@@ -20,6 +20,7 @@ RUNGS = (
     "compat",
     "cli",
     "entry",
+    "mpu",
     "build",
     "engine",
     "surface",

@@ -23,7 +23,6 @@ from engine.model.tensor_parallel.capture import Call, capture
 from engine.model.tensor_parallel.describe import describe
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.json_plan import Locate, read_layer_specs, read_plan
-from engine.model.tensor_parallel.matrices import matrix_of
 from engine.model.tensor_parallel.model_plan import own_plan, read_model_plan
 from engine.model.tensor_parallel.outside import call_alone, find_vocabulary
 from engine.model.tensor_parallel.proof import Proof, Verdict

@@ -27,12 +27,17 @@ def tensor_plan_of(
 ) -> TensorPlan | None:
     """None on one tp rank. Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
-    Raises EngineError as `find_plan` does, the same on all ranks.
+    A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
+    author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
     if mesh.degrees["tp"] == 1:
         return None
+    settings = plan.config.tensor_parallel
+    own = getattr(model, "tensor_plan", None)
+    if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
+        return own
     sample = first_samples(training_data, collate_fn)
-    found = find_plan(model, blocks, mesh, plan.config.tensor_parallel, plan.config.locate, sample)
+    found = find_plan(model, blocks, mesh, settings, plan.config.locate, sample)
     if mesh.rank == 0:
         level = logging.WARNING if found.plan.origin == "inferred" else logging.INFO
         for line in found.lines:

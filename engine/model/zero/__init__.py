@@ -59,7 +59,7 @@ def apply(
     note_own_statistics(model, mesh)
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
     replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
-    tensor_group = ShardGroup.of(mesh, "tp", ledger)
+    tensor_group = ShardGroup.alone() if mesh.split_by_caller else ShardGroup.of(mesh, "tp", ledger)
 
     def broadcast(tensor: Tensor) -> None:
         replicate_group.broadcast(tensor)
