@@ -99,5 +99,5 @@ def _facts(config: Config, resolved: Plan, arguments: argparse.Namespace) -> Mod
 
     from engine.cli.model_facts import facts_of_target
 
-    with tqdm(total=2, desc="measuring the model", delay=DELAY_SECONDS, leave=False) as bar:
+    with tqdm(total=2, desc="measuring the model", delay=DELAY_SECONDS, leave=False, disable=None) as bar:
         return facts_of_target(config, resolved, bar.update)

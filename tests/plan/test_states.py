@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.config import load_config
-from engine.model.blocks import find_blocks
-from engine.model.facts import read_facts
+from engine.model.describe import describe_model
 from engine.plan import World, plan
 from engine.plan.collectives import count_collectives
 from engine.plan.states import states_by_rank
@@ -57,7 +56,8 @@ def count_real(config: dict[str, Any], kind: str) -> tuple[dict[str, int], dict[
         if kind == "odd":
             loss = model_engine(inputs[2 * rank : 2 * rank + 2])
         else:
-            loss = model_engine(**part(toy_batch(step, 2 * world), rank, world))
+            dp, index = model_engine.mesh.dp_size, model_engine.mesh.dp_rank
+            loss = model_engine(**part(toy_batch(step, 2 * dp), index, dp))
         model_engine.backward(loss)
 
     sent: dict[tuple[str, str], tuple[int, int]] = {}
@@ -111,17 +111,20 @@ def settings(stage: int, accumulation: int = 2, **more: Any) -> dict[str, Any]:
     }
 
 
+def toy_loss(model: nn.Module) -> Tensor:
+    return model(**toy_batch(0, 2))
+
+
 def compare(ranks: Any, world: int, config: dict[str, Any], kind: str = "toy") -> None:
-    model = Odd() if kind == "odd" else toy_model(device="meta")
-    facts = read_facts(model, find_blocks(model))
     made = plan(load_config(config), World(world, world))
+    facts = describe_model(Odd if kind == "odd" else toy_model, made, None if kind == "odd" else toy_loss, 32)
     by_rank = states_by_rank(made, facts)
     expected: dict[tuple[str, str], tuple[int, int]] = {}
     for call in count_collectives(made, facts):
         calls, sent = expected.get((call.axis, call.operation), (0, 0))
         expected[call.axis, call.operation] = (calls + call.calls, sent + call.sent_bytes)
     for rank, (held, sent) in enumerate(ranks(world).run(count_real, config, kind)):
-        planned = by_rank[rank % len(by_rank)]
+        planned = by_rank[rank // made.degrees.tp % len(by_rank)]
         assert held["parameters"]
         assert held["gradients"]
         assert held == {name: getattr(planned, name) for name in held}
@@ -170,3 +173,12 @@ def test_groups_of_ranks(ranks: Any, zero: dict[str, int]) -> None:
 )
 def test_optimizers(ranks: Any, optimizer: str, params: dict[str, Any]) -> None:
     compare(ranks, 2, settings(2, optimizer={"type": optimizer, "params": {"lr": 1e-3, **params}}))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensor_parallel_ranks_beside_every_stage(ranks: Any, stage: int) -> None:
+    compare(ranks, 4, settings(stage, tensor_parallel={"size": 2}))
+
+
+def test_tensor_parallel_ranks_alone(ranks: Any) -> None:
+    compare(ranks, 2, settings(0, tensor_parallel={"size": 2}, bf16={"enabled": True}))
