@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.cli.model_facts import facts_of_target
 from engine.config import load_config
 from engine.contracts import EngineError
 from engine.model.blocks import find_blocks
 from engine.model.describe import describe_model
 from engine.model.measure import measure_forward
 from engine.plan import World, plan
+from engine.plan.activations import count_activations
 from engine.plan.facts import ForwardFacts
 from engine.torch_compat import fake_tensors
 from tests.parity.toy import gpt_class, toy_model
 
 SAMPLES, LENGTH = 3, 32
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt_text" / "config.json"
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -34,7 +38,7 @@ def measured(build: Callable[[], nn.Module], every_block: bool = False, **option
         return measure_forward(model, find_blocks(model), loss_of, SAMPLES, LENGTH, every_block=every_block, **options)
 
 
-def really_kept(model: nn.Module) -> int:
+def really_kept(model: nn.Module, tokens: Tensor | None = None) -> int:
     """Bytes of the storages that autograd keeps, without the parameters'."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -48,7 +52,7 @@ def really_kept(model: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss_of(model).backward()
+        (loss_of(model) if tokens is None else model(tokens, tokens)).backward()
     return sum(kept.values())
 
 
@@ -66,6 +70,19 @@ def test_what_is_kept_is_what_a_real_run_keeps(dtype: torch.dtype, dropout: floa
 
 def test_one_block_stands_for_its_like() -> None:
     assert measured(toy_model) == measured(toy_model, every_block=True)
+
+
+def test_the_example_as_the_command_measures_it() -> None:
+    """Within 10 % is what the plan promises; on the CPU it is exact."""
+    config = load_config(str(EXAMPLE))
+    planned = plan(config, World(2, 2))
+    facts = facts_of_target(config, planned)
+    made = count_activations(planned, facts)
+    tokens = torch.zeros(planned.batch.micro_batch_size, config.data.sequence_length, dtype=torch.int64)
+    real = really_kept(gpt_class()(**config.model.args), tokens)
+    assert made is not None
+    assert made.kept == real
+    assert made.low <= real <= made.high
 
 
 class Growing(nn.Module):
