@@ -188,12 +188,16 @@ def _copies(plan: Plan, parameter: ParameterFacts) -> int:
 
 
 def _sharded(plan: Plan, facts: ModelFacts, held: Sequence[ParameterFacts]) -> Layout:
-    """Groups of consecutive blocks that share nothing with the rest, and the rest as one unit."""
+    """Groups of consecutive blocks that share nothing with the rest, and the rest as one unit.
+
+    Blocks are grouped by what they hold before tensor parallelism cuts them.
+    """
+    whole = {parameter.name: parameter.numel for parameter in facts.parameters}
     numels = [0] * len(facts.blocks)
     not_alone: set[int] = set()
     for parameter in held:
         if parameter.block is not None:
-            numels[parameter.block] += parameter.numel
+            numels[parameter.block] += whole[parameter.name]
             not_alone |= _blocks_of(parameter, facts) if parameter.shared else set()
     alone = [block for block in dict.fromkeys(p.block for p in held) if block is not None and block not in not_alone]
     alone.sort()
