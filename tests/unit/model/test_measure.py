@@ -52,7 +52,7 @@ def really_kept(model: nn.Module, tokens: Tensor | None = None) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        (loss_of(model) if tokens is None else model(tokens, tokens)).backward()
+        (loss_of(model) if tokens is None else model(tokens, tokens.clone())).backward()
     return sum(kept.values())
 
 
