@@ -5,6 +5,7 @@ Right for torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+# The base of modes that see every operation below autograd, as FlopCounterMode does. It has no public spelling.
+DispatchMode = TorchDispatchMode
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -155,6 +160,32 @@ def flash_attention_cpu_backward(
         gradient, query, key, value, output, log_sum, 0.0, is_causal, scale=scale
     )
     return found
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors have shapes, dtypes and a device, but no memory.
+
+    torch's FakeTensorMode, which torch.export and torch.compile rest on; goes when torch exports it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def flops_of_cpu_attention() -> dict[Any, Callable[..., int]]:
+    """What FlopCounterMode lacks: scaled dot product attention as the CPU's own kernel computes it."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

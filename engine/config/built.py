@@ -54,7 +54,7 @@ def _token_drop(config: Config) -> Any:
     return routing.random_ltd if routing is not None and _on(routing.random_ltd) else None
 
 
-def _checkpointing_on(config: Config) -> bool:
+def checkpoints_activations(config: Config) -> bool:
     section = config.activation_checkpointing
     return section is not None and bool(
         section.partition_activations
@@ -78,7 +78,7 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
         lambda zero: zero.zero_quantized_nontrainable_weights
     ),
     "zero_optimization.zero_quantized_gradients": _at_stage_3(lambda zero: zero.zero_quantized_gradients),
-    "activation_checkpointing": _checkpointing_on,
+    "activation_checkpointing": checkpoints_activations,
     "pipeline.stages": lambda config: config.pipeline is not None and config.pipeline.stages not in ("auto", 0, 1),
     "pipeline.activation_checkpoint_interval": (
         lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 
 from engine.model.tensor_parallel.capture import Call
 from engine.model.tensor_parallel.matrices import Matrix, matrix_of
-from engine.torch_compat import tree_leaves
+from engine.model.tensor_parallel.sketch import detached
+from engine.torch_compat import tree_leaves, tree_map_tensors
 
 Node = torch.autograd.graph.Node
 
@@ -58,7 +58,7 @@ def trace(block: nn.Module, call: Call) -> Trace:
     for module in matrices:
         module.register_forward_hook(after)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        output = block(*copy.deepcopy(call.args), **copy.deepcopy(dict(call.kwargs)))
+        output = block(*tree_map_tensors(detached, call.args), **tree_map_tensors(detached, dict(call.kwargs)))
     return Trace(
         layers,
         {name: frozenset(found) for name, found in sources.items()},

@@ -20,13 +20,14 @@ from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.materialise import Materialiser
 from engine.model.zero.buckets import BucketReduction
-from engine.model.zero.fully_sharded import FullyShardedReduction, is_cut, row_shards, shard_model
+from engine.model.zero.fully_sharded import FullyShardedReduction, row_shards, shard_model
 from engine.model.zero.layout import DTYPES, HALF, Granularity, build_buckets, compute_dtype, master_dtype
 from engine.model.zero.scalars import ShardedWithScalars
 from engine.model.zero.shards import ParameterShard
 from engine.model.zero.whole_parameters import OwnedParametersReduction
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan, PrecisionPlan
+from engine.plan.cuts import is_cut
 
 log = logging.getLogger("engine")
 

@@ -26,6 +26,7 @@ from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
+from engine.plan.cuts import group_runs, is_cut, row_range
 from engine.torch_compat import foreach_norm
 
 log = logging.getLogger("engine")
@@ -109,11 +110,6 @@ def alone(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if is_alone(block)]
 
 
-def is_cut(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape is sharded: it has a first dimension, and elements."""
-    return len(shape) > 0 and 0 not in shape
-
-
 def uncut(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     """The parameters of ``modules`` that stay whole."""
     return {p for module in modules for p in module.parameters() if not is_cut(p.shape)}
@@ -121,18 +117,8 @@ def uncut(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:
     """Runs of consecutive blocks of at least ``group_elements`` each; blocks that together hold less get no group."""
-    groups: list[list[nn.Module]] = []
-    current: list[nn.Module] = []
-    filled = 0
-    for block in blocks:
-        current.append(block)
-        filled += sum(p.numel() for p in block.parameters())
-        if filled >= group_elements:
-            groups.append(current)
-            current, filled = [], 0
-    if current and groups:
-        groups[-1].extend(current)
-    return groups
+    numels = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    return [[blocks[position] for position in group] for group in group_runs(numels, group_elements)]
 
 
 class FullyShardedReduction(Arrivals):
@@ -290,11 +276,3 @@ def row_shards(
 def local_part(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def row_range(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
-    """The elements of the flattened parameter that FSDP2 keeps on ``rank``: whole rows, as `torch.chunk` cuts them."""
-    rows, per_row = shape[0], torch.Size(shape[1:]).numel()
-    chunk = -(-rows // size)
-    first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
-    return first * per_row, last * per_row

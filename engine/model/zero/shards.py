@@ -56,16 +56,6 @@ class ParameterShard:
                 yield Chunk(name, cut.global_shape, place, extents, values.narrow(at, first, length))
 
 
-def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that owns each tensor whole: largest first, each to the rank that holds least so far."""
-    load = [0] * num_ranks
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
-        owners[index] = min(range(num_ranks), key=lambda rank: load[rank])
-        load[owners[index]] += numels[index]
-    return owners
-
-
 ROW = 1 << 10
 MAX_NUMEL_OF_ONE_SUM = 4 * ROW
 """Up to here one fp32 sum is exact enough for a norm."""
