@@ -82,8 +82,20 @@ def build(
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(slices.around(loss_fn))
-    dropping = {"saved_work": saved_work, "num_layers": len(blocks), "layer_drop": dropped, "token_drop": on_tokens}
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, slices=slices, **dropping)
+    roles = Roles(
+        reduction,
+        precision,
+        clipping,
+        stepper,
+        role,
+        curriculum,
+        cut_loss_fn,
+        saved_work,
+        num_layers=len(blocks),
+        layer_drop=dropped,
+        token_drop=on_tokens,
+        slices=slices,
+    )
 
     # state
     state = StateTree(

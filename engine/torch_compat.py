@@ -16,10 +16,6 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-# The base of modes that see every operation below autograd, as FlopCounterMode does. It has no public spelling.
-DispatchMode = TorchDispatchMode
-
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
 foreach_add_ = torch._foreach_add_

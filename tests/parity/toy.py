@@ -105,12 +105,10 @@ def reference_run(
                 assert p.grad is not None
                 total[name] += p.grad.float()
                 p.grad = None
-        for name, m in masters.items():
-            m.grad = total[name] / loss_scale
-        norm = torch.cat([m.grad.double().flatten() for m in masters.values()]).norm()
-        if clip:
-            for m in masters.values():
-                m.grad.mul_(min(1.0, clip / (norm.item() + 1e-6)))
+        gradients = [total[name] / loss_scale for name in masters]
+        norm = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+        for m, gradient in zip(masters.values(), gradients, strict=True):
+            m.grad = gradient * min(1.0, clip / (norm.item() + 1e-6)) if clip else gradient
         stepper.step()
         for name, p in trained.items():
             p.data.copy_(masters[name].detach())
