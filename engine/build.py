@@ -16,11 +16,11 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.collectives.norms import NormSum
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoSchedule, SavedLayout, Stateful
+from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import sequence_parallel, tensor_parallel, zero
+from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
 from engine.model.blocks import find_blocks
 from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
@@ -61,10 +61,13 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
+    saved_work = SavedWork()
     granularity = granularity_of(plan.optimizer, client)
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
     slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
+    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
+    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
     reduction = data_parallel.reduction
 
@@ -81,7 +84,18 @@ def build(
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     cut_loss_fn = curriculum.around(slices.around(loss_fn))
     roles = Roles(
-        reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks), slices=slices
+        reduction,
+        precision,
+        clipping,
+        stepper,
+        role,
+        curriculum,
+        cut_loss_fn,
+        saved_work,
+        len(blocks),
+        dropped,
+        on_tokens,
+        slices,
     )
 
     # state

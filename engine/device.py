@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +62,17 @@ def restore_generators(device: torch.device, states: list[torch.Tensor]) -> None
     torch.default_generator.set_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+@contextlib.contextmanager
+def same_generators(device: torch.device) -> Iterator[None]:
+    """What is drawn inside leaves the default generators of the CPU and of ``device`` as they were."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
 
 
 def synchronize(device: torch.device) -> None:

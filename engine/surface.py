@@ -19,6 +19,7 @@ from engine.contracts import (
     Clipping,
     Curriculum,
     EngineError,
+    Place,
     Precision,
     Reduction,
     SavedWork,
@@ -28,7 +29,9 @@ from engine.contracts import (
     WholeSequences,
 )
 from engine.mesh import Mesh
+from engine.model.layer_drop import LayerDrop
 from engine.model.tensor_parallel.by_caller import refuse_checkpoint
+from engine.model.token_drop import TokenDrop
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
@@ -53,6 +56,8 @@ class Roles:
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
+    layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
     slices: Slices = field(default_factory=WholeSequences)
 
 
@@ -70,6 +75,7 @@ class Surface:
     last_report: StepReport | None
     global_steps: int
     global_samples: int
+    skipped_steps: int
     global_tokens: int
     layers_skipped: int
     saved_layer_tokens: int
@@ -157,6 +163,18 @@ class Surface:
         if set_functions is None:
             raise EngineError("set_custom_curriculum_learning_schedule: the config switches no curriculum on")
         set_functions(schedule_func_dict)
+
+    @property
+    def progressive_layer_drop(self) -> LayerDrop | None:
+        """Layer drop with its `get_theta` and `get_state`; None where the config does not switch it on."""
+        return self.roles.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """Layer drop's theta in the step under way; None where it is off."""
+        return self.roles.layer_drop.get_theta() if self.roles.layer_drop is not None else None
+
+    def _place(self) -> Place:
+        return Place(self.global_steps, self.global_steps - self.skipped_steps, max(self._window.num_forwards - 1, 0))
 
     def _count(self, agreed: Mapping[str, float]) -> None:
         """A window's samples, tokens and layers, once for all ranks that share them."""
@@ -281,6 +299,10 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        if self.roles.layer_drop is not None:
+            self.roles.layer_drop.close()
+        if self.roles.token_drop is not None:
+            self.roles.token_drop.close()
         release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -29,6 +30,13 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sign_ = torch._foreach_sign_
 foreach_sqrt_ = torch._foreach_sqrt_
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd. Documented in torch's notes on extending; goes when it has a public address."""
+
+SOFTMAX_OPERATIONS = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+"""What softmax and the attention of the MATH backend come to below autograd; both take (scores, dim, ...)."""
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -80,6 +88,19 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     """
     get = getattr(group, "get_group_store", None)
     return get() if get is not None else dist.distributed_c10d._get_default_store()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of autograd's backward, as forwards do whose activations are computed again.
+
+    Goes when torch has a public question for it; torch.utils.checkpoint itself asks this one.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place. Autograd's own count; goes when torch gives it a public name."""
+    return int(tensor._version)
 
 
 _veto: list[Callable[[list[Tensor]], bool]] = []

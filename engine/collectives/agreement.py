@@ -16,7 +16,7 @@ from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
 from engine.contracts import EngineError
 
-WIDTH = 16
+WIDTH = 20
 """Numbers in an agreement: two for the call, the rest for its values."""
 
 
@@ -58,6 +58,14 @@ class Agreement:
         raise EngineError(
             f"the ranks are in different calls: {found}. Every rank must make the same calls of the engine"
         )
+
+    def first_text(self, text: str | None) -> str:
+        """The text of the lowest rank that has one; one of them has. All ranks call it."""
+        texts: list[str | None] = [text]
+        if self._world.size > 1:
+            texts = [None] * self._world.size
+            dist.all_gather_object(texts, text, group=self._world.group)
+        return next(each for each in texts if each is not None)
 
     def common(self, indices: list[int], size: int) -> set[int]:
         """The indices below ``size`` that every rank gave."""

@@ -48,8 +48,10 @@ def _sampling(config: Config) -> Any:
     return config.data_efficiency.data_sampling if config.data_efficiency else None
 
 
-def _routing(config: Config) -> Any:
-    return config.data_efficiency.data_routing if config.data_efficiency else None
+def _token_drop(config: Config) -> Any:
+    """Where it is switched on."""
+    routing = config.data_efficiency.data_routing if config.data_efficiency else None
+    return routing.random_ltd if routing is not None and _on(routing.random_ltd) else None
 
 
 def _checkpointing_on(config: Config) -> bool:
@@ -85,10 +87,9 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
     ),
-    "data_efficiency.data_routing.random_ltd.enabled": (
-        lambda config: _routing(config) is not None and _on(_routing(config).random_ltd)
+    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": (
+        lambda config: _token_drop(config) is not None and _on(_token_drop(config).layer_token_lr_schedule)
     ),
-    "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (
         config.compression_training is not None

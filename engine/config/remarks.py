@@ -59,6 +59,9 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "data_efficiency.data_sampling.pin_memory": ("batches for an accelerator are always pinned", (True,)),
     "data_efficiency.data_routing.enabled": (_SWITCHES_INSIDE, ()),
     **SMP_WITHOUT_EFFECT,
+    "data_efficiency.data_routing.random_ltd.model_type": ("masks follow the tokens in every model", ()),
+    "data_efficiency.data_routing.random_ltd.global_batch_size": ("the batch of the run counts", (None,)),
+    "data_efficiency.data_routing.random_ltd.micro_batch_size": ("the batch of the run counts", (None,)),
 }
 """Path -> why it has no effect, and the values that need no note because they ask for what happens anyway.
 

@@ -200,6 +200,34 @@ class CurriculumPlan:
 
 
 @dataclass(frozen=True)
+class LayerDropPlan:
+    """``theta``: what the keep probability of the last layer approaches; ``gamma``: how fast, per step that updates.
+
+    ``deepspeed``: sample, scale and count steps as DeepSpeed and its example do (engine/model/layer_drop.py).
+    """
+
+    theta: float
+    gamma: float
+    deepspeed: bool = False
+
+
+@dataclass(frozen=True)
+class TokenDropPlan:
+    """``schedule``: the tokens that a layer keeps, by the steps that have updated the model, from 0.
+
+    ``layers``: those that drop tokens; None: all but the first and the last, ``num_dropping`` of them where that is
+    given. ``num_layers``: how many blocks the model has to have.
+    """
+
+    schedule: DifficultySchedule
+    layers: tuple[int, ...] | None = None
+    num_dropping: int | None = None
+    num_layers: int | None = None
+    order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+    mask_name: str | None = None
+
+
+@dataclass(frozen=True)
 class Resolved:
     """One resolved value and why it has it. ``path`` is the JSON path, ``reason`` one plain sentence or ''."""
 
@@ -228,6 +256,8 @@ class Plan:
     schedule: SchedulePlan | None
     seed: int
     curriculum: CurriculumPlan | None = None
+    layer_drop: LayerDropPlan | None = None
+    token_drop: TokenDropPlan | None = None
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None

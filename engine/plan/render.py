@@ -8,9 +8,11 @@ from typing import Any
 
 from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
+from engine.plan.layer_drop import describe_layer_drop
 from engine.plan.one_bit import describe as describe_one_bit
 from engine.plan.placement import axes_in_order, describe_crossings, describe_places
 from engine.plan.plan import Origin, Plan
+from engine.plan.token_drop import describe_token_drop
 
 MAX_COLUMNS = 120
 
@@ -68,6 +70,10 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     clipping = f"global norm {_show(plan.gradient_clipping)}" if plan.gradient_clipping else "off"
     yield "clipping", clipping + _mark(origins, "gradient_clipping")
     yield from _curriculum(plan)
+    if plan.layer_drop is not None:
+        yield "layer drop", describe_layer_drop(plan)
+    if plan.token_drop is not None:
+        yield "token drop", describe_token_drop(plan)
     yield "run", _run(plan, origins)
     yield "monitors", ", ".join(name for name in MONITORS if getattr(plan.config, name).enabled) or "none"
     yield from _memory(plan)

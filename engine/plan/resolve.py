@@ -11,6 +11,7 @@ from engine.plan.curriculum import resolve_curriculum
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
+from engine.plan.layer_drop import resolve_layer_drop
 from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
 from engine.plan.plan import Plan, World
@@ -31,6 +32,7 @@ from engine.plan.schedule import resolve_schedule
 from engine.plan.sequence_parallel import check_slices
 from engine.plan.smp import check_smp
 from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
+from engine.plan.token_drop import resolve_token_drop
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -107,6 +109,8 @@ def sketch(
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
     run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
+    layer_drop = run(resolve_layer_drop, config, findings)
+    token_drop = run(resolve_token_drop, config, degrees, facts, findings)
     run(check_combinations, config, findings)
     run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
@@ -131,6 +135,8 @@ def sketch(
         schedule=schedule,
         seed=seed,
         curriculum=curriculum,
+        layer_drop=layer_drop,
+        token_drop=token_drop,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

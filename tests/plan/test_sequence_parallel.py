@@ -64,7 +64,6 @@ def test_cuts_of_a_curriculum(problems_of: ProblemsOf, make_plan: MakePlan) -> N
     [
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 10}}}, "averages momentum"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, "picks tokens of whole sequences"),
     ],
 )
 def test_what_does_not_go_with_slices(problems_of: ProblemsOf, other: dict[str, Any], words: str) -> None:

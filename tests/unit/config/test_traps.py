@@ -9,7 +9,7 @@ import pytest
 from engine.config import load_config
 from engine.config.remarks import WITHOUT_EFFECT
 from tests.unit.config.conftest import notes_of, problems_of
-from tests.unit.config.trap_case import CURRICULUM
+from tests.unit.config.trap_case import CURRICULUM, LTD_SCHEDULE
 
 METRIC = {key: value for key, value in CURRICULUM.items() if key not in ("enabled", "curriculum_type")}
 
@@ -163,7 +163,14 @@ INVALID: dict[str, tuple[dict[str, Any], str, str]] = {
     "dropped layers miscounted": (
         {
             "data_efficiency": {
-                "data_routing": {"random_ltd": {"enabled": True, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1]}}
+                "data_routing": {
+                    "random_ltd": {
+                        "enabled": True,
+                        "random_ltd_layer_num": 2,
+                        "random_ltd_layer_id": [1],
+                        "random_ltd_schedule": LTD_SCHEDULE,
+                    }
+                }
             }
         },
         "data_efficiency.data_routing.random_ltd.random_ltd_layer_id",
@@ -251,7 +258,11 @@ SMP_VALUES: dict[str, Any] = {
 def test_what_has_no_effect_is_noted_where_it_asks_for_more(path: str, entry: tuple[str, tuple[Any, ...]]) -> None:
     why, harmless = entry
     other = {True: False, False: True, None: {"err_beta": 0.5} if "loco" in path else "2"}
-    unlike = {"model.tiny": {"width": 8}, **SMP_VALUES}
+    unlike = {
+        "model.tiny": {"width": 8},
+        "data_efficiency.data_routing.random_ltd.model_type": "encoder",
+        **SMP_VALUES,
+    }
     for value in (*harmless, unlike[path] if path in unlike else other[harmless[0]] if harmless else 1):
         tree: Any = value
         for part in reversed(path.split(".")):
@@ -290,7 +301,13 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "parallel.context_parallel": {"parallel": {"context_parallel": 2}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
     "data_efficiency.data_routing.random_ltd.enabled": {
-        "data_efficiency": {"enabled": False, "data_routing": {"enabled": False, "random_ltd": {"enabled": True}}}
+        "data_efficiency": {
+            "enabled": False,
+            "data_routing": {
+                "enabled": False,
+                "random_ltd": {"enabled": True, "random_ltd_schedule": LTD_SCHEDULE},
+            },
+        }
     },
     "progressive_layer_drop.enabled": {"progressive_layer_drop": {"enabled": True}},
     "sparse_attention": {"sparse_attention": {}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.config.trap_case import (
     INVALID,
     LACKS,
-    LTD,
+    LTD_SCHEDULE,
     NEEDS,
     VALID,
     Case,
@@ -48,9 +48,17 @@ KEYS: dict[int, list[Case]] = {
     5: [
         Case({"optimizer": {"name": "Adam", "params": {"lr": 1e-4}}}, INVALID, "optimizer.name", "optimizer.type?"),
         Case(
-            {"data_efficiency": {"data_routing": {"enabled": False, "random_ltd": {"enabled": True}}}},
-            LACKS,
-            LTD,
+            {
+                "data_efficiency": {
+                    "data_routing": {
+                        "enabled": False,
+                        "random_ltd": {"enabled": True, "random_ltd_schedule": LTD_SCHEDULE},
+                    }
+                }
+            },
+            VALID,
+            "data_efficiency.data_routing.enabled",
+            "only the switches inside the section count",
         ),
     ],
     6: [
