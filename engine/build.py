@@ -108,7 +108,9 @@ def build(
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
-        layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
+        layout=SavedLayout(
+            mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size, plan.degrees.placement
+        ),
         config=plan.config.raw,
         settings=plan.config.checkpoint,
         ledger=ledger,

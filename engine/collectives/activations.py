@@ -10,13 +10,18 @@ ranks is the true value.
 | `summed` | partial -> whole: all-reduce | whole -> whole |
 | `joined` | cut -> whole: all-gather | whole -> cut |
 | `parted` | whole -> cut | cut -> whole: all-gather |
+| `joined_for_parts` | cut -> whole: all-gather | partial -> cut: reduce-scatter |
+| `summed_to_parts` | partial -> cut: reduce-scatter | cut -> whole: all-gather |
 
-The first two are f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
+The first two are f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3). The last two take their place
+where activations between layers are cut along the sequence (https://arxiv.org/abs/2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +53,18 @@ def joined(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int = -
 def parted(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int = -1) -> Tensor:
     """This rank's part of a whole ``x``."""
     y: Tensor = _Parted.apply(x, cut, group, what, dimension)
+    return y
+
+
+def joined_for_parts(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int) -> Tensor:
+    """The whole of what is cut, for layers whose weights differ between the ranks."""
+    y: Tensor = _JoinedForParts.apply(x, cut, group, what, dimension)
+    return y
+
+
+def summed_to_parts(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int) -> Tensor:
+    """This rank's part of the sum of the ranks' partial ``x``."""
+    y: Tensor = _SummedToParts.apply(x, cut, group, what, dimension)
     return y
 
 
@@ -95,6 +112,39 @@ class _Parted(Function):
         return join(gradient, context.cut, context.group, context.what, context.dimension), None, None, None, None
 
 
+class _JoinedForParts(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int) -> Tensor:
+        context.cut, context.group, context.dimension = cut, group, dimension
+        context.what = f"summing gradients before {what}"
+        return join(x, cut, group, f"joining the output of {what}", dimension)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        part = _sum_to_part(gradient, context.cut, context.group, context.what, context.dimension)
+        return part, None, None, None, None
+
+
+class _SummedToParts(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int) -> Tensor:
+        context.cut, context.group, context.dimension = cut, group, dimension
+        context.what = f"joining gradients before {what}"
+        return _sum_to_part(x, cut, group, f"summing the output of {what}", dimension)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return join(gradient, context.cut, context.group, context.what, context.dimension), None, None, None, None
+
+
+def _sum_to_part(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int) -> Tensor:
+    parts = [replace(cut, rank=rank).part(x, dimension) for rank in range(group.size)]
+    bounds = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    group.reduce_scatter(flat, bounds, what).wait()
+    return flat[bounds[group.rank] : bounds[group.rank + 1]].view(parts[group.rank].shape).clone()
+
+
 def _sum(x: Tensor, group: ShardGroup, what: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total, what).wait()
@@ -109,9 +159,7 @@ def join(x: Tensor, cut: Cut, group: ShardGroup, what: str, dimension: int = -1)
         shape = list(x.shape)
         shape[dimension] = cut.extent(rank)
         shapes.append(shape)
-    bounds = [0]
-    for shape in shapes:
-        bounds.append(bounds[-1] + math.prod(shape))
+    bounds = list(itertools.accumulate(map(math.prod, shapes), initial=0))
     flat = torch.empty(bounds[-1], dtype=x.dtype, device=x.device)
     flat[bounds[group.rank] : bounds[group.rank + 1]] = x.reshape(-1)
     group.all_gather(flat, bounds, what).wait()

@@ -51,20 +51,11 @@ def split_problems(sizes: SplitSizes, tp: int) -> list[tuple[str, str]]:
     above = min((degree for degree in fitting if degree > tp), default=None)
     near = " or ".join(str(degree) for degree in (below, above) if degree is not None)
     repair = f"set {SIZE} to {near}" if near else ""
-    found = [
+    return [
         (f"{tp} ranks cannot share {number:,} {what}: {number} = {number // tp} x {tp} + {number % tp}", repair)
         for what, number in sizes.of_layers()
         if number % tp
     ]
-    vocabulary = sizes.vocabulary_size
-    if vocabulary is not None and _rows_on_the_last(vocabulary, tp) < 1:
-        found.append(
-            (
-                f"a vocabulary of {vocabulary:,} in parts of {-(-vocabulary // tp)} leaves the last of {tp} ranks none",
-                "use fewer ranks, or a larger vocabulary",
-            )
-        )
-    return found
 
 
 def check_tensor_parallel(config: Config, degrees: Degrees, facts: ModelFacts | None, findings: Findings) -> None:
@@ -87,18 +78,18 @@ def check_tensor_parallel(config: Config, degrees: Degrees, facts: ModelFacts | 
 def vocabulary_note(sizes: SplitSizes, tp: int) -> str:
     """What becomes of a vocabulary that ``tp`` does not divide; '' for one that it does."""
     vocabulary = sizes.vocabulary_size
-    last = _rows_on_the_last(vocabulary, tp) if vocabulary is not None else 0
-    if vocabulary is None or vocabulary % tp == 0 or last < 1:
+    if vocabulary is None or vocabulary % tp == 0:
         return ""
     part = -(-vocabulary // tp)
+    last = vocabulary - part * (tp - 1)
+    if last < 1:
+        return (
+            f"a vocabulary of {vocabulary:,} in parts of {part:,} would leave the last of {tp} ranks none: it is whole"
+        )
     return (
         f"a vocabulary of {vocabulary:,} is cut into {plural(tp - 1, 'part')} of {part:,} and a last one of {last:,}; "
         f"nothing is padded (a multiple of {tp} shares the work evenly)"
     )
-
-
-def _rows_on_the_last(vocabulary: int, tp: int) -> int:
-    return vocabulary - -(-vocabulary // tp) * (tp - 1)
 
 
 NEED_WHOLE_MATRICES = ("Muon", "Adafactor")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +29,14 @@ def toy_plan(width: int, num_blocks: int, num_heads: int, tp: int, vocabulary: b
     return TensorPlan(splits, {f"blocks.{index}.num_heads": num_heads // tp for index in range(num_blocks)})
 
 
-def toy(tp: int, width: int = 64, num_blocks: int = 4, num_heads: int = 4, **changes: Any) -> nn.Module:
+def toy(
+    tp: int, width: int = 64, num_blocks: int = 4, num_heads: int = 4, sequence: bool = False, **changes: Any
+) -> nn.Module:
+    """``sequence``: norms work on shards of the sequence."""
     model = toy_model(width=width, num_blocks=num_blocks, num_heads=num_heads, **changes)
-    model.tensor_plan = toy_plan(width, num_blocks, num_heads, tp)  # type: ignore[assignment]
+    plan = toy_plan(width, num_blocks, num_heads, tp)
+    norms = [f"blocks.{index}.{name}_norm" for index in range(num_blocks) for name in ("attention", "mlp")]
+    model.tensor_plan = replace(plan, sequence=tuple(norms)) if sequence else plan  # type: ignore[assignment]
     return model
 
 
@@ -43,7 +49,8 @@ class WithLoss(nn.Module):
         self.tensor_plan = TensorPlan(
             {f"inner.{name}": split for name, split in plan.splits.items()},
             {f"inner.{path}": value for path, value in plan.attributes.items()},
-            summed=tuple(f"inner.{name}" for name in plan.summed),
+            tuple(f"inner.{name}" for name in plan.sequence),
+            tuple(f"inner.{name}" for name in plan.summed),
         )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -57,8 +64,8 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def llama(tp: int, num_layers: int = 2, tied: bool = False, **changes: Any) -> nn.Module:
-    """Grouped-query attention: 4 heads, 2 of keys and values (4 where tp is 4)."""
+def llama(tp: int, num_layers: int = 2, tied: bool = False, sequence: bool = False, **changes: Any) -> nn.Module:
+    """Grouped-query attention: 8 heads, 4 of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -80,7 +87,9 @@ def llama(tp: int, num_layers: int = 2, tied: bool = False, **changes: Any) -> n
         splits |= {f"{layer}.self_attn.{name}_proj": COLUMN for name in "qkv"}
         splits |= {f"{layer}.mlp.{name}_proj": COLUMN for name in ("gate", "up")}
         splits |= {f"{layer}.self_attn.o_proj": ROW, f"{layer}.mlp.down_proj": ROW}
-    return WithLoss(_seeded(lambda: LlamaForCausalLM(config)), TensorPlan(splits))
+    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(num_layers) for name in ("input", "post_attention")]
+    plan = TensorPlan(splits, sequence=tuple(norms) if sequence else ())
+    return WithLoss(_seeded(lambda: LlamaForCausalLM(config)), plan)
 
 
 def qwen3(tp: int, num_layers: int = 2) -> nn.Module:
@@ -108,7 +117,9 @@ def qwen3(tp: int, num_layers: int = 2) -> nn.Module:
     return WithLoss(_seeded(lambda: Qwen3ForCausalLM(config)), TensorPlan(splits, summed=tuple(summed)))
 
 
-def gpt2(tp: int, num_layers: int = 2, width: int = 64, vocabulary_size: int = 257) -> nn.Module:
+def gpt2(
+    tp: int, num_layers: int = 2, width: int = 64, vocabulary_size: int = 257, sequence: bool = False
+) -> nn.Module:
     """Fused queries, keys and values in transposed weights; a vocabulary that no number of ranks shares evenly."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -130,10 +141,15 @@ def gpt2(tp: int, num_layers: int = 2, width: int = 64, vocabulary_size: int = 2
         splits[f"{layer}.mlp.c_fc"] = Split("column", transposed=True)
         splits |= {f"{layer}.{name}.c_proj": Split("row", transposed=True) for name in ("attn", "mlp")}
         attributes |= {f"{layer}.attn.split_size": width // tp, f"{layer}.attn.num_heads": 4 // tp}
-    return WithLoss(_seeded(lambda: GPT2LMHeadModel(config)), TensorPlan(splits, attributes))
+    norms = tuple(f"transformer.h.{i}.ln_{n}" for i in range(num_layers) for n in (1, 2)) if sequence else ()
+    return WithLoss(_seeded(lambda: GPT2LMHeadModel(config)), TensorPlan(splits, attributes, norms))
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"toy": toy, "llama": llama, "gpt2": gpt2, "qwen3": qwen3}
+MODELS |= {
+    f"{name}, sequence": functools.partial(make, sequence=True)
+    for name, make in (("toy", toy), ("llama", llama), ("gpt2", gpt2))
+}
 
 
 @dataclass

@@ -32,7 +32,7 @@ def reference(name: str) -> Result:
 )
 def test_a_model_without_a_plan_trains_as_one_process_does(ranks, name, tp):
     config = config_of(stage=0, clip=CLIP, tensor_parallel={"size": tp})
-    by_rank = ranks(tp).run(train_unplanned, name, config, STEPS)
+    by_rank = ranks(tp).run(train_unplanned, name, config, STEPS, timeout=300)
     expected = reference(name)
     for result, parameters in by_rank:
         assert result.losses == pytest.approx(expected.losses, rel=0, abs=LOSSES)
@@ -44,7 +44,7 @@ def test_a_model_without_a_plan_trains_as_one_process_does(ranks, name, tp):
 
 def found(ranks, *arguments, tp=2, **keywords):
     """What all ranks found, which is the same."""
-    first, *others = ranks(tp).run(look, *arguments, tp, **keywords)
+    first, *others = ranks(tp).run(look, *arguments, tp, timeout=300, **keywords)
     assert all(other == first for other in others)
     assert "refused" not in first, first["refused"]
     return first
@@ -52,7 +52,7 @@ def found(ranks, *arguments, tp=2, **keywords):
 
 def refused(ranks, *arguments, tp=2, **keywords):
     """With what message all ranks refused."""
-    first, *others = ranks(tp).run(look, *arguments, tp, **keywords)
+    first, *others = ranks(tp).run(look, *arguments, tp, timeout=300, **keywords)
     assert all(other == first for other in others)
     assert "refused" in first, first["lines"]
     return first["refused"]

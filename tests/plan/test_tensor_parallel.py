@@ -50,9 +50,10 @@ def test_a_vocabulary_is_cut_unevenly_and_that_is_told():
     assert vocabulary_note(dataclasses.replace(SIZES, vocabulary_size=50304), 4) == ""
 
 
-def test_a_vocabulary_too_small_for_its_ranks_is_refused():
+def test_a_vocabulary_too_small_for_its_ranks_stays_whole():
     sizes = SplitSizes(8, 8, vocabulary_size=5)
-    assert "leaves the last of 4 ranks none" in split_problems(sizes, 4)[0][0]
+    assert split_problems(sizes, 4) == []
+    assert "would leave the last of 4 ranks none: it is whole" in vocabulary_note(sizes, 4)
 
 
 def test_a_plan_in_the_json_may_leave_attention_whole():

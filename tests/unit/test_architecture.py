@@ -52,7 +52,7 @@ MAX_BUILD_LINES = 150
 MAX_STEP_LINES = 60
 MAX_EXAMPLE_LINES = 60
 FOREIGN_PRIVATE_ALLOWED = {
-    "_exit", "_asdict", "_replace", "_fields", "_no_split_modules", "_init_weights", "_supports_flash_attn",
+    "_exit", "_asdict", "_replace", "_fields", "_no_split_modules", "_init_weights", "_supports_flash_attn", "_tp_plan",
 }  # fmt: skip
 """Underscored, yet documented: parts of the standard library, and what transformers asks model authors to define."""
 

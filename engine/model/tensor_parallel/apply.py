@@ -46,7 +46,7 @@ def apply(
             "tensor_parallel: an optimizer that needs whole matrices (Muon, Adafactor, a class that is not known here) "
             "cannot step on parts of them; use an elementwise one such as AdamW, or Lamb"
         )
-    cuts = parameter_cuts(model, registry, plan, size, rank)
+    cuts = parameter_cuts(model, registry, plan, size, rank, blocks)
     uneven = [name for name, cut in cuts.items() if not cut.is_even]
     if granularity == "flat" and uneven:
         raise EngineError(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from engine.config.messages import EngineError
 from engine.cut import Cut
+from engine.model.tensor_parallel.sequence import check_sequence
 from engine.model.tensor_parallel.split import Split, TensorPlan
 from engine.parameters import ParameterRegistry
 
 
 def parameter_cuts(
-    model: nn.Module, registry: ParameterRegistry, plan: TensorPlan, size: int, rank: int
+    model: nn.Module,
+    registry: ParameterRegistry,
+    plan: TensorPlan,
+    size: int,
+    rank: int,
+    blocks: Sequence[nn.Module] = (),
 ) -> dict[str, Cut]:
     """The cut of every parameter that ``plan`` splits over ``size`` ranks, by the registry's name.
 
@@ -59,6 +65,7 @@ def parameter_cuts(
         name, _, attribute = path.rpartition(".")
         if name not in modules or not isinstance(getattr(modules[name], attribute, None), int):
             problems.append(f"the model has no whole number {path}")
+    problems += check_sequence(model, blocks, plan)
     if not cuts and not problems:
         problems.append("the tensor plan splits nothing")
     if problems:

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
 from torch import nn
 
+from engine.collectives.objects import ObjectGroup
 from engine.config.messages import EngineError
 from engine.config.sections.parallel import TensorParallelSection
+from engine.cut import Cut
 from engine.mesh import Mesh
 from engine.model.tensor_parallel import inferred, refusal
 from engine.model.tensor_parallel.capture import Call, capture
+from engine.model.tensor_parallel.cuts import parameter_cuts
 from engine.model.tensor_parallel.describe import describe
 from engine.model.tensor_parallel.inferred import Part
 from engine.model.tensor_parallel.json_plan import Locate, read_layer_specs, read_plan
@@ -31,6 +34,7 @@ from engine.model.tensor_parallel.sketch import Sketch
 from engine.model.tensor_parallel.split import Split, TensorPlan
 from engine.model.tensor_parallel.trace import Trace, trace
 from engine.model.tensor_parallel.written import Written
+from engine.parameters import ParameterRegistry
 from engine.plan.tensor_parallel import split_problems
 
 T = TypeVar("T")
@@ -73,12 +77,17 @@ def find_plan(
     Raises EngineError, the same on all ranks: ConfigError for a plan in the JSON that does not fit the model; a plan
     that the proof does not bear out, with the names it stumbled on; a model with nothing to cut.
     """
+    size = mesh.degrees["tp"]
     given = _together(mesh, "reading the plan", lambda: _given(model, settings, locate))
+    if given is not None and given.splits:
+        written = TensorPlan(given.splits, given.attributes or {})
+        _together(mesh, "reading the plan", lambda: parameter_cuts(model, ParameterRegistry(model), written, size, 0))
     if given is None or (given.origin == "model" and not any(s.gather_output for s in given.splits.values())):
         sizes = split_sizes(model, blocks)
-        if problems := split_problems(sizes, mesh.degrees["tp"]):
+        if problems := split_problems(sizes, size):
             raise EngineError(refusal.sizes(problems))
-    search = _Search(model, _units(model, blocks), mesh)
+    with_head = settings is None or settings.vocab_parallel_lm_head is not False
+    search = _Search(model, _units(model, blocks), mesh, with_head)
     kinds = _together(mesh, "running one block by itself", lambda: search.kinds(given, sample))
     for kind in kinds:
         search.settle(kind, given)
@@ -86,7 +95,7 @@ def find_plan(
     plan = _assemble(kinds, outer, given)
     if not plan.splits:
         raise EngineError(refusal.nothing_to_cut(model, [kind.trace for kind in kinds if kind.trace]))
-    return Found(plan, tuple(describe(model, plan, kinds, mesh.degrees["tp"], given.notes if given else ())))
+    return Found(plan, tuple(describe(model, plan, kinds, size, given.notes if given else ())))
 
 
 def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Written | None:
@@ -119,8 +128,8 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module
 
 
 class _Search:
-    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], mesh: Mesh) -> None:
-        self._model, self._units, self._mesh = model, units, mesh
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], mesh: Mesh, with_head: bool) -> None:
+        self._model, self._units, self._mesh, self._with_head = model, units, mesh, with_head
         self._size = mesh.degrees["tp"]
         self._sketch = _together(mesh, "copying the model", lambda: Sketch(model, mesh.device))
         self._calls: dict[str, Call] = {}
@@ -196,7 +205,11 @@ class _Search:
         """What is cut over the vocabulary, and whatever else a written plan cuts outside the blocks; each layer is
         proved alone."""
         inside = {module for name, unit in self._units.items() if name for module in unit.modules()}
-        vocabulary = find_vocabulary(self._model, inside)
+        vocabulary = {
+            name: split
+            for name, split in find_vocabulary(self._model, inside, self._with_head).items()
+            if is_shared_by(self._size, self._model.get_submodule(name).weight.shape, split)
+        }
         splits = (
             vocabulary
             if given is None
@@ -232,6 +245,11 @@ class _Search:
             if any(self._model.get_submodule(other).weight is weight for other in splits):
                 splits[name] = vocabulary[name]
         return splits
+
+
+def is_shared_by(size: int, shape: torch.Size, split: Split) -> bool:
+    """Whether each of ``size`` ranks gets rows of the vocabulary."""
+    return Cut(tuple(shape), int(split.transposed), (shape[int(split.transposed)],), size, size - 1).extent() > 0
 
 
 def _assemble(kinds: Sequence[Kind], outer: Mapping[str, Split], given: Written | None) -> TensorPlan:
@@ -282,9 +300,8 @@ def _together(mesh: Mesh, what: str, task: Callable[[], T]) -> T:
         error = EngineError(
             f"tensor_parallel: {what} failed, so that no plan can be proved: {type(found).__name__}: {found}"
         )
-    errors: list[Any] = [None] * mesh.world_size
     if mesh.world_size > 1:
-        dist.all_gather_object(errors, error, group=mesh.control_group)
+        errors = ObjectGroup(mesh.control_group).gather_everywhere(error)
         error = next((found for found in errors if found is not None), None)
     if error is not None:
         raise error

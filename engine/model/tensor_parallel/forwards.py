@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.collectives.activations import copied, joined, parted, summed
+from engine.collectives.activations import copied, joined, parted, summed, summed_to_parts
 from engine.cut import Cut
 from engine.model.tensor_parallel.logits import CutLogits
 from engine.model.tensor_parallel.region import Region
+from engine.model.tensor_parallel.sequence import DIMENSION, shard_sequence
 from engine.model.tensor_parallel.split import Split, TensorPlan
 
 Forward = Callable[..., Any]
@@ -29,6 +30,8 @@ def split_forwards(
     for name in plan.summed:
         module = model.get_submodule(name)
         module.forward = _with_summed_gradients(module, name, region)
+    if plan.sequence:
+        shard_sequence(model, blocks, plan, region, _with_summed_gradients)
     for module in dict.fromkeys((*blocks, model)):
         module.forward = _around(module.forward, region)
 
@@ -57,9 +60,13 @@ def _row(module: nn.Module, name: str, split: Split, cut: Cut, region: Region) -
         region.leave()
         if split.split_input:
             x = parted(x, cut, region.group, name)
-        y = summed(compute(x), region.group, name)
-        bias = module.bias
-        return y if bias is None else y + bias.to(y.dtype)  # type: ignore[operator]
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        if region.sequence is None:
+            y = summed(compute(x), region.group, name)
+        else:
+            y = summed_to_parts(compute(x), region.sequence, region.group, name, DIMENSION)
+            bias = None if bias is None else copied(bias, region.group, f"{name}.bias")
+        return y if bias is None else y + bias.to(y.dtype)
 
     return forward
 

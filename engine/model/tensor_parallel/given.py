@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils.data import default_collate
 
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
+from engine.model.tensor_parallel.json_plan import sequence_names
 from engine.model.tensor_parallel.split import TensorPlan
 from engine.plan import Plan
 
@@ -25,12 +27,14 @@ def tensor_plan_of(
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
 ) -> TensorPlan | None:
-    """None on one tp rank. Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+    """None on one tp rank, and for a model that its caller has split.
+
+    Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
     A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
-    if mesh.degrees["tp"] == 1:
+    if mesh.degrees["tp"] == 1 or mesh.split_by_caller:
         return None
     settings = plan.config.tensor_parallel
     own = getattr(model, "tensor_plan", None)
@@ -42,7 +46,8 @@ def tensor_plan_of(
         level = logging.WARNING if found.plan.origin == "inferred" else logging.INFO
         for line in found.lines:
             log.log(level, "%s", line)
-    return found.plan
+    sequence = sequence_names(model, settings.plan) if settings is not None else ()
+    return replace(found.plan, sequence=sequence)
 
 
 def first_samples(training_data: Any, collate_fn: Callable[..., Any] | None = None) -> Any:

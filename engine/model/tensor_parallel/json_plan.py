@@ -28,15 +28,12 @@ Locate = Callable[[str], tuple[str | None, int | None, int | None]]
 def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Written:
     """Match ``plan`` against the modules of ``model``.
 
-    "sequence" is refused: norms work on whole sequences. Raises ConfigError with every pattern that matches nothing,
+    "sequence" cuts no parameter: `sequence_names` reads it. Raises ConfigError with every pattern that matches nothing,
     module that two patterns want differently, and module that cannot be cut as it should.
     """
     modules, problems = Modules(model), _Problems(locate, PATH)
     wanted: dict[str, tuple[str, str]] = {}  # name -> style, pattern
     for pattern, style in plan.items():
-        if style == "sequence":
-            problems.add(f"{show(pattern)}: shards of the sequence are not built here", style, 'write "replicate"')
-            continue
         matched = [first for name, first in modules.first.items() if name and fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             near = modules.nearest(pattern)
@@ -53,7 +50,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
     splits: dict[str, Split] = {}
     unfit: dict[tuple[str, str], list[str]] = {}
     for name, (style, pattern) in wanted.items():
-        if style == "replicate":
+        if style in ("replicate", "sequence"):
             continue
         split = cut_as(modules[name], style)
         if split is None:
@@ -64,6 +61,12 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], locate: Locate) -> Writ
         problems.add(f"{show(pattern)} is to be cut as {plan[pattern]}, and {some(names)} {why}", pattern, _repair(why))
     problems.raise_any()
     return Written(splits, "json")
+
+
+def sequence_names(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
+    """The modules that ``plan`` lets work on shards of the sequence."""
+    patterns = [pattern for pattern, style in plan.items() if style == "sequence"]
+    return tuple(n for n, _ in model.named_modules() if n and any(fnmatch.fnmatchcase(n, p) for p in patterns))
 
 
 def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: Locate) -> Written:
@@ -94,6 +97,8 @@ def read_layer_specs(model: nn.Module, section: PartitionConfigSection, locate: 
             notes.append(f"{parameter} matches {len(matches)} layer_specs; the first counts, as in DeepSpeed")
         if spec.partition_type != "skip" and (split := _translated(modules[name], spec, name, problems)) is not None:
             splits[name] = split
+    if any(spec.grad_allreduce for spec in specs):
+        notes.append("grad_allreduce is not read: which gradients are summed over the ranks is found")
     for index, spec in enumerate(specs):
         if index not in used and spec.partition_type != "skip":
             ends = [

@@ -14,10 +14,11 @@ from engine.model.tensor_parallel.split import Split
 from engine.random import generator
 
 
-def find_vocabulary(model: nn.Module, inside: Collection[nn.Module]) -> dict[str, Split]:
+def find_vocabulary(model: nn.Module, inside: Collection[nn.Module], with_head: bool = True) -> dict[str, Split]:
     """The token embedding and the output layer by name, the latter only if there is one of the same vocabulary.
 
-    ``inside``: the modules of the blocks, which are not looked at. Where the model says which they are (transformers'
+    Without ``with_head`` an embedding that shares its weight with the output layer stays whole as well. ``inside``: the
+    modules of the blocks, which are not looked at. Where the model says which they are (transformers'
     ``get_input_embeddings``), that counts; else the embedding with the most rows, and the linear layer that shares its
     weight or has as many outputs.
     """
@@ -25,16 +26,22 @@ def find_vocabulary(model: nn.Module, inside: Collection[nn.Module]) -> dict[str
     embeddings = [module for module in names if isinstance(module, nn.Embedding)]
     told = _told(model, "get_input_embeddings")
     embedding = told if told in embeddings else max(embeddings, key=lambda e: e.num_embeddings, default=None)
-    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None or embedding.sparse:
+    if not isinstance(embedding, nn.Embedding) or not _can_be_cut(embedding):
         return {}
     found = {names[embedding]: Split("vocabulary")}
     heads = [m for m in names if (matrix := matrix_of(m)) and matrix.num_outputs == embedding.num_embeddings]
     tied = [head for head in heads if head.weight is embedding.weight]
     head = next(iter([m for m in heads if m is _told(model, "get_output_embeddings")] or tied or heads), None)
+    if not with_head:
+        return {} if tied else found
     if head is not None:
         matrix = matrix_of(head)
         found[names[head]] = Split("head", transposed=matrix is not None and matrix.transposed)
     return found
+
+
+def _can_be_cut(embedding: nn.Embedding) -> bool:
+    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 
 
 def _told(model: nn.Module, method: str) -> nn.Module | None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.collectives.ledger import Ledger
+from engine.collectives.objects import ObjectGroup
+from engine.collectives.shards import ShardGroup
 from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.apply import apply
@@ -124,7 +125,7 @@ class Proof:
         if registry.by_name[name].cut is not None:
             return [f"the gradient of {self._whole(name)} differs"]
         total = torch.zeros_like(whole) if gradient is None else gradient.clone()
-        dist.all_reduce(total, group=self._mesh.group("tp"))
+        ShardGroup.of(self._mesh, "tp", Ledger()).all_reduce(total, f"adding up gradients of {name}").wait()
         if _close(total, whole, self._largest):
             return []
         return [f"the gradient of {self._whole(name)} differs, and it is not what the ranks have together"]
@@ -147,9 +148,7 @@ class Proof:
 
     def _agree(self, found: Sequence[str]) -> list[str]:
         """What any rank found, in rank order, once each."""
-        group = self._mesh.control_group
-        everyone: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(everyone, list(found), group=group)
+        everyone = ObjectGroup(self._mesh.control_group).gather_everywhere(list(found))
         return list(dict.fromkeys(line for lines in everyone for line in lines))
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from engine.collectives.activations import copied
 from engine.collectives.shards import ShardGroup
+from engine.config.messages import EngineError
+from engine.cut import Cut
 from engine.device import generator_states, restore_generators, seed_generators
 from engine.random import stream_seed
 
@@ -31,9 +33,23 @@ class Region:
         self._inside = False
         self._outside_states: list[Tensor] | None = None
         self._entered: tuple[Tensor, Tensor] | None = None
+        self._block_is_apart = False
+        self.lengths: list[int] = []
+        """Of the sequence that runs through the blocks, whole, where they see shards of it."""
+        self.sequence: Cut | None = None
+        """How activations lie along the sequence in the block that runs now; None: they are whole."""
+        self.joined: Tensor | None = None
+        """In such a block: what the last norm has joined."""
 
     def enter(self, x: Tensor, what: str, training: bool) -> Tensor:
         """``x``, whole, as a layer that is cut by outputs reads it."""
+        if self.sequence is not None:
+            if self.joined is not x:
+                raise EngineError(
+                    f'{what} reads what is no output of a norm that tensor_parallel.plan calls "sequence": its shards '
+                    "of the sequence cannot be joined there; name the norm before it too, or none"
+                )
+            return x
         if not self._inside:
             self._inside = True
             if training:
@@ -45,7 +61,7 @@ class Region:
     def leave(self) -> None:
         """Activations are about to be made whole again."""
         self._inside, self._entered = False, None
-        if self._outside_states is not None:
+        if self._outside_states is not None and not self._block_is_apart:
             restore_generators(self.device, self._outside_states)
             self._outside_states = None
 
@@ -56,6 +72,20 @@ class Region:
         try:
             yield
         finally:
+            self.leave()
+
+    @contextlib.contextmanager
+    def along_sequence(self, cut: Cut, training: bool) -> Iterator[None]:
+        """A block whose activations are cut along the sequence, except between a norm and the layer that ends what
+        it feeds: all its dropout is this rank's own."""
+        self.sequence = cut
+        if training:
+            self._draw_apart()
+            self._block_is_apart = True
+        try:
+            yield
+        finally:
+            self.sequence, self.joined, self._block_is_apart = None, None, False
             self.leave()
 
     def _draw_apart(self) -> None:

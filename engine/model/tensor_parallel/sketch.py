@@ -55,7 +55,7 @@ class Sketch:
                 if parameter.is_meta:
                     if parameter not in self._real:
                         self._real[parameter] = self._values(parameter)
-                    part._parameters[key] = self._real[parameter]
+                    setattr(part, key, self._real[parameter])
 
     def hollow(self, module: nn.Module) -> None:
         """Take the values of a module and of those below it away again."""
@@ -63,7 +63,7 @@ class Sketch:
         for part in module.modules():
             for key, parameter in part.named_parameters(recurse=False):
                 if parameter in back:
-                    part._parameters[key] = back[parameter]
+                    setattr(part, key, back[parameter])
                     self._real.pop(back[parameter], None)
 
     def _values(self, hollow: nn.Parameter) -> nn.Parameter:
@@ -79,7 +79,7 @@ class Sketch:
         buffers = list(module.named_buffers(recurse=False))
         hollow = [key for key, buffer in buffers if buffer.is_meta]
         for key, buffer in buffers:
-            module._buffers[key] = buffer.to(self.device) if not buffer.is_meta else _plain(buffer, self.device)
+            setattr(module, key, buffer.to(self.device) if not buffer.is_meta else _plain(buffer, self.device))
         initialise = getattr(self.model, "_init_weights", None)
         if hollow and callable(initialise):
             # transformers' models fill buffers such as rotary frequencies here; a failure leaves the plain values

@@ -58,7 +58,7 @@ def test_every_mistake_of_a_plan_is_told_at_once():
             "layers.1.*": "row",
             "*.norm": "column",
             "embed": "row",
-            "*.qkv": "sequence",
+            "*.nrm": "sequence",
         }
     )
     text = "\n".join(found)
@@ -68,7 +68,7 @@ def test_every_mistake_of_a_plan_is_told_at_once():
     assert '"*.norm" is to be cut as column, and layers.*.norm is a LayerNorm' in text
     assert '"embed" is to be cut as row, and embed is an Embedding 32 x 8, which is cut by its rows' in text
     assert 'cut it as "vocabulary"' in text
-    assert "shards of the sequence are not built" in text
+    assert '"*.nrm" matches no module' in text
     assert all(line.startswith("tensor_parallel.plan: ") for line in found)
 
 
