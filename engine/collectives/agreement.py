@@ -15,9 +15,7 @@ from torch import Tensor
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
 from engine.contracts import EngineError
-
-WIDTH = 20
-"""Numbers in an agreement: two for the call, the rest for its values."""
+from engine.plan.cuts import AGREEMENT_NUMBERS
 
 
 class Agreement:
@@ -38,10 +36,10 @@ class Agreement:
             value.detach().to(self._device, torch.float64).reshape(())
             if isinstance(value, Tensor)
             else torch.tensor(float(value), dtype=torch.float64, device=self._device)
-            for value in (code, code**2, *values.values(), *[0.0] * (WIDTH - 2 - len(values)))
+            for value in (code, code**2, *values.values(), *[0.0] * (AGREEMENT_NUMBERS - 2 - len(values)))
         ]
         packed = torch.stack(numbers)
-        assert len(packed) == WIDTH
+        assert len(packed) == AGREEMENT_NUMBERS
         self._world.all_reduce(packed, f"the agreement of {call}").wait()
         codes, squares, *sums = packed.tolist()
         if codes != code * self._world.size or squares != code**2 * self._world.size:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan.crossings import Call, cross_axes
+from engine.plan.cuts import AGREEMENT_NUMBERS
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
 from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout, replica_ranks, shard_ranks
 
-AGREEMENT_BYTES = 16 * 8
-"""The numbers that ranks agree on in a step, in float64 (engine/collectives/agreement.py)."""
+AGREEMENT_BYTES = AGREEMENT_NUMBERS * 8
 
 
 @dataclass(frozen=True)

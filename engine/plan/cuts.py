@@ -9,6 +9,9 @@ from math import prod
 ALIGNMENT = 16
 """Elements; shards start at 64-byte boundaries in fp32, as vector instructions like them."""
 
+AGREEMENT_NUMBERS = 20
+"""float64 numbers in the one small all-reduce of a step: two for the call, the rest for its values."""
+
 
 def runs(members: Sequence[tuple[int, Hashable]], limit: int) -> list[list[int]]:
     """Positions of ``members`` (elements, kind), in order, cut into runs of one kind and of at most ``limit`` elements;

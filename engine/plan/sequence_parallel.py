@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from engine.plan.findings import Findings
 
 SP, CP = "sequence_parallel_size", "parallel.context_parallel"
-LTD = "data_efficiency.data_routing.random_ltd"
 
 
 def length_unit(cp: int, sp: int) -> int:
@@ -42,9 +41,6 @@ def check_slices(
     path = SP if sp > 1 else CP
     if optimizer is not None and optimizer.type in ONE_BIT:
         _refuse(path, f"{optimizer.type}, which averages momentum over ranks that see whole sequences", findings)
-    routing = config.data_efficiency.data_routing if config.data_efficiency is not None else None
-    if routing is not None and routing.random_ltd is not None and routing.random_ltd.enabled:
-        _refuse(path, f"{LTD}, which picks tokens of whole sequences", findings)
     if degrees.pp > 1:
         _refuse(path, "pipeline.stages, whose stages see no batch that could be cut", findings)
 

@@ -59,22 +59,11 @@ def test_cuts_of_a_curriculum(problems_of: ProblemsOf, make_plan: MakePlan) -> N
     assert all("multiples of 4" in problem.allowed for problem in found)
 
 
-RANDOM_LTD = {
-    "enabled": True,
-    "random_ltd_schedule": {
-        "min_value": 8,
-        "max_value": 32,
-        "schedule_config": {"require_steps": 4, "seq_per_step": 8},
-    },
-}
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 10}}}, "averages momentum"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ({"data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}}}, "picks tokens of whole sequences"),
     ],
 )
 def test_what_does_not_go_with_slices(problems_of: ProblemsOf, other: dict[str, Any], words: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from engine.collectives.ledger import Ledger
@@ -35,8 +36,10 @@ def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh,
     cp, sp = ShardGroup.of(mesh, "cp", ledger), ShardGroup.of(mesh, "sp", ledger)
     interception = Interception(model, blocks, SlicedAttention(layout, cp, sp))
     hugging_face = HuggingFace(model, interception)
+    dtypes = {plan.precision.compute, plan.precision.autocast or "fp32"}
+    is_16_bit = dtypes != {"fp32"} or any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     keys = plan.config.sequence_keys
-    return SequenceSlices(model, layout, (cp, sp), interception, hugging_face, keys, ledger, mesh.device)
+    return SequenceSlices(model, layout, (cp, sp), interception, hugging_face, keys, ledger, mesh.device, is_16_bit)
 
 
 def _check_model(model: nn.Module) -> None:

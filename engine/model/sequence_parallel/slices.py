@@ -51,9 +51,11 @@ class SequenceSlices:
         keys: SequenceKeys | None,
         ledger: Ledger,
         device: torch.device,
+        is_16_bit: bool,
     ) -> None:
         self.layout, self.groups, self.interception, self.hugging_face = layout, groups, interception, hugging_face
         self.name, self.keys, self.device = type(model).__name__, keys, device
+        self.is_16_bit = is_16_bit
         self._signature = inspect.signature(model.forward)
         self._shifts_labels = hugging_face.shifts_labels or "shift_labels" in self._signature.parameters
         self.has_loss_fn = False
