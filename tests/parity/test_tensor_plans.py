@@ -176,7 +176,7 @@ def test_a_model_with_nothing_to_cut_is_refused(ranks):
     assert "it has no linear layers" in message
     message = refused(ranks, "alone", {})
     assert "there is nothing to cut in Sequential" in message
-    assert "0 (Linear 8 -> 8)" in message
+    assert "(Linear 8 -> 8)" in message
 
 
 def test_experts_are_refused_by_the_name_of_their_style(ranks):
