@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs.job import ROOT, column, run
+from tests.jobs.job import ROOT, column, run, start
 
 STEPS = (
     "training.steps=3",
@@ -28,10 +28,10 @@ def arguments(output: Path, *more: str) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_llama_on_four_ranks(tmp_path: Path) -> None:
-    split = run([*arguments(tmp_path / "split"), "--nproc", "4"])
+    split = start([*arguments(tmp_path / "split"), "--nproc", "4"]).finish(timeout=300)
     assert split.code == 0, split.err
     assert "a sample of" in split.out
-    whole = run(arguments(tmp_path / "whole", "tensor_parallel.size=1"))
+    whole = start(arguments(tmp_path / "whole", "tensor_parallel.size=1")).finish(timeout=300)
     assert whole.code == 0, whole.err
     assert column(tmp_path / "split", "loss") == pytest.approx(column(tmp_path / "whole", "loss"), abs=1e-4)
     checkpoint, target = tmp_path / "split" / "checkpoints", tmp_path / "llama.safetensors"
