@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.parity.compare import assert_equal_to
 from tests.parity.long_runs import DP, SPLITS, WORLD, one_process, train_slices
 from tests.parity.runs import config_of
+from tests.parity.tiers import tiers
 from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH
 
 STEPS = 3
@@ -23,14 +26,10 @@ QUICK = {
     ("llama", "dp2-cp2", 0, "fp32"),
     ("llama", "sp2-cp2", 3, "fp32"),
 }
-"""Every split with each model, every stage with each precision; the others are slow."""
+"""Every split with each model, every stage with each precision; the others are for the slow tier and the matrix."""
 CELLS = [
-    pytest.param(kind, split, stage, precision, marks=[] if cell in QUICK else [pytest.mark.slow])
-    for kind in ("toy", "llama")
-    for split in SPLITS
-    for stage in range(4)
-    for precision in ("fp32", "bf16")
-    for cell in [(kind, split, stage, precision)]
+    pytest.param(*cell, marks=marks)
+    for cell, marks in tiers(list(itertools.product(("toy", "llama"), SPLITS, range(4), ("fp32", "bf16"))), QUICK, 3)
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.checkpoint.export import get_fp32_state_dict
 from engine.checkpoint.reader import CheckpointReader, open_checkpoint
 from tests.parity.split_small import Gated, go_on, start
+from tests.parity.tiers import tiers
 
 SAVED_AT, MORE_STEPS = 2, 2
 
@@ -91,10 +92,7 @@ def saved_under(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        pytest.param(*pair, id=f"{pair[0]}-to-{pair[1]}", marks=[] if pair in QUICK else pytest.mark.slow)
-        for pair in PAIRS
-    ],
+    [pytest.param(*pair, id=f"{pair[0]}-to-{pair[1]}", marks=marks) for pair, marks in tiers(PAIRS, QUICK, slow_of=3)],
 )
 def test_layout_to_layout(ranks, saved_under, saved, loaded):
     folder, before = saved_under(saved)

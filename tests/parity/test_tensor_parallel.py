@@ -11,6 +11,7 @@ import torch
 from tests.parity.compare import LOSSES, NORMS, PARAMETERS
 from tests.parity.runs import config_of
 from tests.parity.split_models import MODELS, SplitRun, train_split
+from tests.parity.tiers import tiers
 from tests.parity.toy import Result, reference_run
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
@@ -115,10 +116,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("model", "mesh", "stage", "precision"),
-    [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else pytest.mark.slow)
-        for cell in CELLS
-    ],
+    [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks) for cell, marks in tiers(CELLS, QUICK, slow_of=7)],
 )
 def test_equal_to_one_process(ranks, model, mesh, stage, precision):
     run(ranks, model, mesh, stage, precision, accumulation=2 if stage == 1 else 1)
