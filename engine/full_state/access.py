@@ -22,6 +22,7 @@ from engine.config.suggest import nearest
 from engine.contracts import EngineError
 from engine.cut import Cut
 from engine.mesh import Mesh
+from engine.model.zero.local_gradients import LocalGradients
 from engine.parameters import ParameterInfo, ParameterRegistry
 
 if TYPE_CHECKING:
@@ -102,11 +103,18 @@ class FullState(ABC):
         As the optimizer would get them, before clipping: the mean over ranks, unscaled, divided by the accumulation
         steps, of the micro-batches that have come. Zeros where there is no gradient. Reduces what waits, so stages 0
         and 1 communicate earlier than they would. Raises EngineError where no backward has come since the last step,
-        and for a frozen parameter.
+        and for a frozen parameter; and for one whose gradients a 1-bit optimizer leaves on their ranks.
         """
         wanted = self._names(names, trained=True)
         divisor = self._begin_gradients("full_gradients", wanted)
         infos = self._trained(wanted)
+        if isinstance(self.roles.reduction, LocalGradients):
+            unreduced = self.roles.reduction.unreduced()
+            if local := [name for name, info in infos.items() if info.index in unreduced]:
+                raise EngineError(
+                    f"full_gradients: {_some(local)} travels as 1-bit momentum in this step, so its gradient is averaged "
+                    "nowhere; read it in the warm-up, or read the averaged momentum with full_optimizer_states()"
+                )
         indices = {info.index for info in infos.values()}
         pieces = [
             self._piece(shard, shard.parameter.grad / divisor)
