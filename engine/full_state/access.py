@@ -113,7 +113,7 @@ class FullState(ABC):
             if local := [name for name, info in infos.items() if info.index in unreduced]:
                 raise EngineError(
                     f"full_gradients: {_some(local)} travels as 1-bit momentum in this step, so its gradient is "
-                    "averaged nowhere; read it in the warm-up, or read the averaged momentum with full_optimizer_states()"
+                    "averaged nowhere; read it in the warm-up, or the averaged momentum, full_optimizer_states()"
                 )
         indices = {info.index for info in infos.values()}
         pieces = [
