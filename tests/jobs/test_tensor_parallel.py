@@ -26,6 +26,7 @@ def arguments(output: Path, *more: str) -> list[str]:
     return ["--config", str(example), "--output", str(output), *sets]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_llama_on_four_ranks(tmp_path: Path) -> None:
     split = start([*arguments(tmp_path / "split"), "--nproc", "4"]).finish(timeout=300)

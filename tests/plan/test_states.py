@@ -137,6 +137,7 @@ def test_toy(ranks: Any, world: int, stage: int) -> None:
     compare(ranks, world, settings(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_toy_on_eight_ranks(ranks: Any, stage: int) -> None:
     compare(ranks, 8, settings(stage, accumulation=1))

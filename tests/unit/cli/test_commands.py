@@ -50,7 +50,8 @@ import contextlib, io, sys
 from engine.cli.main import COMMANDS, main
 path = sys.argv[1]
 with contextlib.redirect_stdout(io.StringIO()):
-    codes = [main(["validate", path]), main(["plan", path]), main(["schema"]), main(["--config", path, "--dry-run"])]
+    codes = [main(["validate", path]), main(["plan", path, "--no-model"]), main(["schema"])]
+    codes.append(main(["--config", path, "--dry-run"]))
     codes += [main(["explain", path]), main(["diff", path, path]), main(["--help"])]
     codes.append(main(["init", "--model-size", "1b", "--gpus", "8", "--memory", "80GB", "--output", "-"]))
     for command in COMMANDS:

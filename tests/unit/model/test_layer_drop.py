@@ -147,7 +147,7 @@ def test_destroy_gives_the_model_its_own_forwards_back() -> None:
     model = toy_model(**SMALL)
     model_engine, *_ = engine.initialize(model=model, config=config_of(stage=0, **SECTION))
     assert "forward" in vars(model)
-    assert list(inspect.signature(model.forward).parameters) == ["input_ids", "labels"]
+    assert list(inspect.signature(model.forward).parameters) == ["input_ids", "labels", "position_ids"]
     model_engine.destroy()
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
