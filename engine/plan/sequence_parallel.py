@@ -94,7 +94,7 @@ def _check_curriculum(curriculum: CurriculumPlan | None, unit: int, findings: Fi
 
 def _check_heads(sp: int, tp: int, facts: ModelFacts | None, findings: Findings) -> None:
     """Those that tensor parallelism leaves to a rank."""
-    heads = facts.num_heads if facts is not None else None
+    heads = facts.split_sizes.num_heads if facts is not None and facts.split_sizes is not None else None
     if heads is None or heads % tp or heads // tp % sp == 0:
         return
     whole, heads = heads, heads // tp

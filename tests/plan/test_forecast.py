@@ -202,3 +202,35 @@ def test_a_model_that_needs_memory_is_refused_by_name(tmp_path: Path, capsys: py
     assert "building build failed" in told
     assert "--no-model leaves it aside" in told
     assert main(["plan", str(tmp_path / "config.json"), "--no-model"]) == 0
+
+
+GPT = "../gpt_text/model.py:GPT"
+THREE_HEADS = {"vocabulary_size": 30, "num_blocks": 2, "width": 12, "num_heads": 3, "sequence_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("tensor_parallel.size", "2 ranks cannot share 3 attention heads: 3 = 1 x 2 + 1"),
+        ("sequence_parallel_size", "2 ranks cannot share the 3 attention heads: 3 = 1 x 2 + 1"),
+    ],
+)
+def test_heads_that_the_ranks_cannot_share_are_refused(
+    path: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"target": GPT, "args": THREE_HEADS}
+    changes = {"model": model, "data.sequence_length": 8, path: 2, "train_batch_size": 8}
+    arguments = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
+    assert main(["plan", str(PLANNING / "zero.json"), "--world", "2", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert path in told
+    assert said in told
+
+
+def test_nodes_are_crossed_by_the_groups_that_do_not_fit_one(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(PLANNING / "zero.json"), "--no-model", "--world", "12", "--set", "tensor_parallel.size=3"]
+    arguments += ["--set", "train_batch_size=12"]
+    assert main([*arguments, "--per-node", "8"]) == 0
+    assert "between nodes: 3 of 3 dp_replicate groups, 1 of 4 tp groups" in " ".join(capsys.readouterr().out.split())
+    assert main(arguments) == 0
+    assert "node" not in capsys.readouterr().out
