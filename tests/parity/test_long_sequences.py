@@ -34,8 +34,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "split", "stage", "precision"), CELLS)
-def test_equal_to_one_process(ranks, kind, split, stage, precision):
+def test_equal_to_one_process(ranks, row, kind, split, stage, precision):
     """The labels count unevenly, and in one slice none does."""
+    row(split, f"stage {stage}", precision)
     num_parts, case = 2 * DP[split], "masked"
     config = config_of(stage=stage, precision=precision, accumulation=2, clip=0.5, **SPLITS[split])
     if precision == "bf16":
