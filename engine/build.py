@@ -62,6 +62,7 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
+    sequence_parallel.check(model, blocks, plan)
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
     slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)

@@ -15,6 +15,8 @@ from engine.model.imagined_splits import cut_dimensions, imagined_splits
 from engine.model.measure import measure_forward
 from engine.model.tensor_parallel.find import given_plan, heads_must_divide
 from engine.model.tensor_parallel.given import own_tensor_plan
+from engine.model.tensor_parallel.matrices import matrix_of
+from engine.model.tensor_parallel.refusal import nothing_to_cut
 from engine.model.tensor_parallel.sizes import split_sizes
 from engine.model.tensor_parallel.split import Split
 from engine.model.tensor_parallel.written import Written
@@ -83,7 +85,10 @@ def _cast(model: nn.Module, plan: Plan) -> None:
 def _splits(
     model: nn.Module, plan: Plan, loss_of: Callable[[nn.Module], Tensor] | None
 ) -> tuple[dict[str, Split], SplitSizes]:
-    """How a copy of the model is cut, which finding that changes, and the numbers that ranks must share then."""
+    """How a copy of the model is cut, which finding that changes, and the numbers that ranks must share then.
+
+    Raises EngineError for a written plan that does not fit the model, and where there is nothing to cut.
+    """
     settings = plan.config.tensor_parallel
     own = own_tensor_plan(model, settings)
     given = Written(own.splits, "model") if own else given_plan(model, settings, plan.config.locate)
@@ -92,7 +97,11 @@ def _splits(
     if own or not heads_must_divide(model, given):
         sizes = SplitSizes(vocabulary_size=sizes.vocabulary_size)
     _cast(model, plan)
-    return imagined_splits(model, blocks, given, loss_of), sizes
+    splits = imagined_splits(model, blocks, given, loss_of)
+    has_layers = any(matrix_of(module) or isinstance(module, nn.Embedding) for module in model.modules())
+    if not splits and not (has_layers and given is None and (loss_of is None or not blocks)):
+        raise EngineError(nothing_to_cut(model, ()))
+    return splits, sizes
 
 
 def _first_line(error: Exception) -> str:
