@@ -74,12 +74,12 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 class ResultFile:
-    """Outcomes of a session, written at its end. Tests that did not run keep what an earlier page says of them, so that
-    a long table can be run in portions."""
+    """Outcomes of a session, written after each test. Tests that did not run keep what an earlier page says of them, so
+    that a long table can be run in portions, and stopped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes = {outcome.test: outcome for outcome in read_outcomes(path)}
         self.facts = machine_facts()
         commit, _, changes = str(self.facts.pop("commit")).partition("+")
         self.commit = f"{commit[:10]}{'+' * bool(changes)}"
@@ -94,12 +94,8 @@ class ResultFile:
         seconds = report.duration
         self.outcomes[test] = Outcome(test, report.outcome, seconds, Deviation.largest(found), row, self.commit)
 
-    def pytest_sessionfinish(self) -> None:
-        if not self.outcomes:
-            return
-        outcomes = {outcome.test: outcome for outcome in read_outcomes(self.path)} | self.outcomes
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.page(sorted(outcomes.values(), key=lambda outcome: outcome.test)))
+        self.path.write_text(self.page(sorted(self.outcomes.values(), key=lambda outcome: outcome.test)))
 
     def page(self, outcomes: list[Outcome]) -> str:
         num_passed = sum(outcome.outcome == "passed" for outcome in outcomes)

@@ -4,7 +4,7 @@ Thin: every name is one of ours. `engine` itself has those that are spelled alik
 ``import engine as deepspeed``.
 """
 
-from engine.compat import utils, zero, zero_to_fp32
+from engine.compat import sequence, utils, zero, zero_to_fp32
 from engine.compat.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -23,6 +23,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_state_dict_from_zero_checkpoint",
+    "sequence",
     "utils",
     "zero",
     "zero_to_fp32",

@@ -106,7 +106,7 @@ def test_slices_of_sequences_divide_activations_alone(make_plan: MakePlan, path:
     assert sliced.activations.kept == pytest.approx(whole.activations.kept / 2, abs=4)
     calls = {(c.axis, c.operation): c.calls for c in sliced.collectives if c.axis == axis}
     # of 4 attentions and 3 micro-batches: two exchanges each way; or keys and values on, on again, and gradients twice
-    expected = {"all_to_all": 4 * 3 * 4} if axis == "sp" else {"rotate": 4 * 3 * 2}
+    expected = {"all_to_all": 4 * 3 * 4} if axis == "sp" else {"send": 4 * 3 * 2}
     assert {operation: calls[axis, operation] for operation in expected} == expected
     assert calls[axis, "all_reduce"] == 3
 

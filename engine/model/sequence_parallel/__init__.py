@@ -16,6 +16,7 @@ from engine.collectives.shards import ShardGroup
 from engine.contracts import EngineError, Slices, WholeSequences
 from engine.mesh import Mesh
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention
+from engine.model.sequence_parallel.distributed_attention import DistributedAttention
 from engine.model.sequence_parallel.hugging_face import HuggingFace
 from engine.model.sequence_parallel.interception import Interception
 from engine.model.sequence_parallel.layout import Layout
@@ -60,6 +61,11 @@ def check(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
         )
     along = (nn.Conv1d, nn.RNNBase)
     for name, module in model.named_modules():
+        if isinstance(module, DistributedAttention):
+            raise EngineError(
+                f"{KEYS}: {name} (DistributedAttention) exchanges heads by itself, and with {KEYS} the engine does; "
+                f"call the attention inside it, or {SWITCH_OFF} and cut the sequences of the batch as its user must"
+            )
         if isinstance(module, along) and (not isinstance(module, nn.Conv1d) or module.kernel_size[0] > 1):
             raise EngineError(
                 f"{KEYS}: {name} ({type(module).__name__}) looks along the sequence, and would not see beyond the "
