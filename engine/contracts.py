@@ -33,6 +33,7 @@ __all__ = [
     "NoCurriculum",
     "NoSchedule",
     "OnLayoutChange",
+    "PipelineError",
     "Precision",
     "Reduction",
     "RunFailed",
@@ -47,6 +48,10 @@ __all__ = [
 
 class RunFailed(EngineError):
     """Training cannot go on (a loss that is not finite, a dead peer). The command line exits with 1."""
+
+
+class PipelineError(EngineError):
+    """A call that a model cut over pipeline stages cannot answer; DeepSpeed's name for it."""
 
 
 # --- records -----------------------------------------------------------------------------------------------
@@ -334,6 +339,19 @@ class NoCurriculum:
 
 
 class ForwardBackward(Protocol):
-    """One whole accumulation window: plain, or pipelined."""
+    """What a whole accumulation window does with its micro-batches: one after the other, or through a pipeline.
 
-    def train(self, batches: Iterable[Any]) -> torch.Tensor: ...
+    ``engine`` is the running `Engine`; ``next_batch(index)`` gives this rank's micro-batch ``index`` of the window.
+    """
+
+    def by_hand(self, call: str) -> None:
+        """Before each forward, backward and step. Raises `PipelineError` where only whole windows can be run."""
+
+    def train(self, engine: Any, next_batch: Callable[[int], Any]) -> None:
+        """Forward and backward of a window's micro-batches, and the step."""
+
+    def evaluate(self, engine: Any, next_batch: Callable[[int], Any], num_micro_batches: int) -> tuple[Any, Any]:
+        """(sum of losses, their count) of this rank, in eval mode and without gradients. Of all ranks together the
+        ratio is the mean."""
+
+    def close(self) -> None: ...

@@ -15,7 +15,17 @@ from torch import nn
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
-from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
+from engine.contracts import (
+    Clipping,
+    Curriculum,
+    EngineError,
+    ForwardBackward,
+    Precision,
+    Reduction,
+    SavedWork,
+    Schedule,
+    StepReport,
+)
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import release
@@ -37,6 +47,7 @@ class Roles:
     optimizer: EngineOptimizer | None
     schedule: Schedule
     curriculum: Curriculum
+    forward_backward: ForwardBackward
     loss_fn: Callable[..., Any] | None = None
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
@@ -264,6 +275,7 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        self.roles.forward_backward.close()
         release(self.module)
         self.watchers.close()
         self._on_destroy()

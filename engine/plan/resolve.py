@@ -13,6 +13,7 @@ from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
 from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
+from engine.plan.pipeline import resolve_pipeline
 from engine.plan.plan import Plan, World
 from engine.plan.precision import resolve_precision
 from engine.plan.reads import Rules
@@ -103,6 +104,7 @@ def sketch(
     zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
+    pipeline = run(resolve_pipeline, config, degrees, batch, zero, optimizer, findings)
     run(check_combinations, config, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
@@ -124,6 +126,7 @@ def sketch(
         schedule=schedule,
         seed=seed,
         curriculum=curriculum,
+        pipeline=pipeline,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

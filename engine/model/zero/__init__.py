@@ -76,7 +76,7 @@ def apply(
     replicate_group.sum(shard_group.sum(sums))
     same_everywhere = bool(sums[0] ** 2 == sums[1] * mesh.dp_size)  # no rank differs from another
     materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of, same_everywhere)
-    managed = [info for info in registry.infos if info.group is not None]
+    managed = [info for info in registry.held() if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:
         precision = _uniform(registry, plan.precision)

@@ -153,10 +153,10 @@ class FullyShardedReduction(Arrivals):
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
         self._device = mesh.device
         self._group = shard_group
-        sharded = dict(model.named_parameters())
-        self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
+        sharded = registry.objects_in(model)
+        self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.index]) for info in managed]
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
-        self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
+        self._local = [(shard, sharded[shard.info.index]) for shard in self.shards]
         self._used: set[int] = set()
         self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
         for name, module in model.named_modules():
@@ -272,12 +272,12 @@ def row_shards(
 ) -> list[ParameterShard]:
     """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
     rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
-    sharded = dict(model.named_parameters())
+    sharded = registry.objects_in(model)
     shards = []
-    for info in registry.infos:
+    for info in registry.held():
         start, stop = row_range(info.shape, rank, size) if info.shape else (0, 1)
         if start < stop and (info.index in indices) != complement:
-            local = nn.Parameter(local_part(sharded[info.name]), requires_grad=info.trainable)
+            local = nn.Parameter(local_part(sharded[info.index]), requires_grad=info.trainable)
             shards.append(ParameterShard(info, local, start, stop, on_every_rank=not info.shape))
     return shards
 
