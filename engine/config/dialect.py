@@ -142,6 +142,14 @@ def _zero_as_bool(translation: Translation) -> None:
         translation.note(path, f"{show(value)} is the oldest form; read as stage {int(value)}")
 
 
+def _tensor_parallel_as_number(translation: Translation) -> None:
+    path: Path = ("tensor_parallel",)
+    value = translation.get(path)
+    if isinstance(value, int) and not isinstance(value, bool):
+        translation.tree["tensor_parallel"] = {"size": value}
+        translation.places.moved[("tensor_parallel", "size")] = path
+
+
 def truth(value: Any) -> bool | None:
     """The truth value that a JSON value spells, or None."""
     if isinstance(value, bool):
@@ -250,6 +258,7 @@ def _infinite_print_interval(translation: Translation) -> None:
 
 _RULES: tuple[Callable[[Translation], None], ...] = (
     _zero_as_bool,
+    _tensor_parallel_as_number,
     _cpu_offload("cpu_offload", "offload_optimizer"),
     _cpu_offload("cpu_offload_param", "offload_param"),
     _offload_pin_memory,

@@ -44,7 +44,6 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "pipeline.seed_layers": ("DeepSpeed does not read it from the JSON either", (False,)),
     "tensor_parallel.dtype": ("the dtype of the model counts", (None,)),
     "model.tiny": ("training uses model.args; these are for quick trials", ({},)),
-    "data_parallel_size": ("the number of data-parallel ranks follows from the world size", (None,)),
     "use_data_before_expert_parallelism": ("the mesh has no expert axis", (False,)),
     "memory_breakdown": ("memory is not reported phase by phase", (False,)),
     "dump_state": ("the resolved plan is printed instead", (False,)),

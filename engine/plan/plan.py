@@ -30,7 +30,7 @@ class World:
 
 @dataclass(frozen=True)
 class Degrees:
-    """The mesh axes. Their product is the world size; ``dp`` = dp_replicate x dp_shard."""
+    """The mesh axes. Their product is the world size (of a plan without problems); ``dp`` = dp_replicate x dp_shard."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -42,6 +42,15 @@ class Degrees:
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def model(self) -> int:
+        """Ranks that work on the same samples: pp x cp x sp x tp."""
+        return self.pp * self.cp * self.sp * self.tp
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.model
 
 
 @dataclass(frozen=True)

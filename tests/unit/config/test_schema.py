@@ -44,6 +44,7 @@ INEXPRESSIBLE = {
 COMPARED = (
     "fp16.min_loss_scale", "min_difficulty", "max_step", ".difficulty", "random_ltd_layer_id", "micro_batch_sizes",
     "max_gpus", "num_global_blocks", "num_different_global_patterns", "global_block_end_indices",
+    "tensor_parallel.tp_size",
 )  # fmt: skip
 """The keys that such rules are about."""
 NUM_GENERATED = 2000

@@ -272,7 +272,7 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "activation_checkpointing": {"activation_checkpointing": {"partition_activations": True}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel.size": {"tensor_parallel": {"autotp_size": 2}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},
     "parallel.context_parallel": {"parallel": {"context_parallel": 2}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
