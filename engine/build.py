@@ -21,6 +21,10 @@ from engine.engine import Engine
 from engine.mesh import Mesh
 from engine.model import zero
 from engine.model.blocks import find_blocks
+from engine.model.forward_backward import OneByOne
+from engine.model.pipeline import cut as pipeline
+from engine.model.pipeline.schedule_runner import ScheduleRunner
+from engine.model.pipeline.shared import share_over_stages
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -59,8 +63,10 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
-    reduction = data_parallel.reduction
+    staged = pipeline.apply(model, registry, blocks, plan, mesh)
+    runs = [blocks] if staged is None else staged.runs
+    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity_of(plan.optimizer, client))
+    reduction = share_over_stages(data_parallel.reduction, registry.shared(), data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
@@ -73,17 +79,19 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(loss_fn)
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks))
+    windows = OneByOne() if staged is None else ScheduleRunner(staged, plan, mesh, ledger, reduction)
+    cut_loss_fn = curriculum.around(loss_fn or getattr(model, "loss_fn", None))
+    roles = Roles(
+        reduction, precision, clipping, stepper, role, curriculum, windows, cut_loss_fn, num_layers=len(blocks)
+    )
 
     # state
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        empty=[info for info in registry.infos if not info.numel],
         buffers=partial(persistent_buffers, model),
         optimizer=stepper,
-        aliases=registry.aliases,
+        registry=registry,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
         layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),

@@ -219,6 +219,9 @@ class Reduction(Protocol):
 
     def end_backward(self) -> None: ...
 
+    def collect(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Inside a backward whose ``.grad`` autograd's hooks did not see: the gradients of these are there."""
+
     def finish(self) -> None:
         """Reduce whatever the backward passes of this window have not reduced yet."""
 

@@ -351,7 +351,8 @@ class Engine(Surface, LocalState):
         return time.perf_counter()
 
     def _untouched_everywhere(self) -> set[int]:
-        return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
+        registry = self.parameter_registry
+        return self._agreement.common([*self.roles.reduction.untouched(), *registry.absent()], len(registry))
 
     def _find_nonfinite(self) -> tuple[int, str] | None:
         """The lowest rank whose own gradient was seen not to be finite; else, for reduced gradients are nobody's own

@@ -28,7 +28,7 @@ from engine.contracts import (
 )
 from engine.mesh import Mesh
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import release
+from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
@@ -58,6 +58,7 @@ class Surface:
     """What `Engine` is made of, and how to ask it. Unknown attributes are the model's own."""
 
     module: nn.Module
+    parameter_registry: ParameterRegistry
     plan: Plan
     mesh: Mesh
     ledger: Ledger
@@ -276,7 +277,8 @@ class Surface:
         self._batches = None
         self.roles.reduction.close()
         self.roles.forward_backward.close()
-        release(self.module)
+        if not self.parameter_registry.absent():  # a model cut over pipeline stages stays cut
+            release(self.module)
         self.watchers.close()
         self._on_destroy()
 

@@ -168,8 +168,9 @@ def backward_of_inputs(
     """
     from torch.distributed.pipelining import _backward
 
+    own = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
     return _backward.stage_backward_input(
-        list(roots), None if gradients is None else list(gradients), list(inputs), iter(weights)  # type: ignore[arg-type]
+        own, None if gradients is None else list(gradients), list(inputs), iter(weights)  # type: ignore[arg-type]
     )[1]
 
 

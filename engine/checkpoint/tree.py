@@ -31,7 +31,7 @@ from engine.collectives.ledger import Ledger
 from engine.config.sections.checkpoint import CheckpointSection
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 from engine.mesh import Mesh
-from engine.parameters import ParameterInfo
+from engine.parameters import ParameterRegistry
 from engine.torch_compat import default_store
 
 log = logging.getLogger("engine")
@@ -69,9 +69,9 @@ class OptimizerState(Protocol):
 class StateTree:
     """The state of one engine on one rank.
 
-    ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
-    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
-    rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
+    ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
+    saves them; what is on every rank of a pipeline stage comes from the stage's first, what is on several stages from
+    the first of those, and what is on all from rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
     resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are
     loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
@@ -81,10 +81,9 @@ class StateTree:
         *,
         trained: Sequence[Shard],
         frozen: Sequence[Shard],
-        empty: Sequence[ParameterInfo],
         buffers: Callable[[], Mapping[str, Tensor]],
         optimizer: OptimizerState | None,
-        aliases: Mapping[str, str],
+        registry: ParameterRegistry,
         writes_shards: bool,
         mesh: Mesh,
         layout: SavedLayout,
@@ -93,8 +92,10 @@ class StateTree:
         ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
-        self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
-        self._writes_shards, self._empty = writes_shards, empty
+        self._aliases, self._rank, self.layout, self._registry = registry.aliases, mesh.rank, layout, registry
+        self._writes_shards = writes_shards
+        self._empty = [info for info in registry.infos if not info.numel]
+        self._writes_common = all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
         counted = ledger.account("checkpoint")
@@ -134,12 +135,17 @@ class StateTree:
             self._optimizer.settle()
             chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
-            chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
+            mine = [shard for shard in self._trained if self._registry.is_written(shard.info)]
+            chunks += [*self._parameter_chunks(mine), *self._optimizer_chunks(mine)]
         if not exclude_frozen:
-            mine = [s for s in self._frozen if (self._rank == 0 if s.on_every_rank else self._writes_shards)]
+            mine = [shard for shard in self._frozen if self._registry.is_written(shard.info)]
+            mine = [s for s in mine if (self._writes_common if s.on_every_rank else self._writes_shards)]
             chunks += self._parameter_chunks(mine)
+        if self._writes_common:
+            stage_of = self._registry.buffer_stages
+            here = self._registry.stage
+            chunks += [c for c in self._buffer_chunks() if stage_of.get(c.name.removeprefix("buffers."), 0) == here]
         if self._rank == 0:
-            chunks += self._buffer_chunks()
             chunks += self._empty_chunks(frozen=not exclude_frozen)
         states: dict[str, dict[str, Any]] = {
             part.name: {"on_layout_change": part.on_layout_change, "state": part.state()}
@@ -200,10 +206,10 @@ class StateTree:
         wanted = [info for info in self._empty if info.trainable or frozen]
         return [_whole(f"parameters.{info.name}", torch.empty(info.shape, dtype=info.dtype)) for info in wanted]
 
-    def _optimizer_chunks(self) -> Iterator[Chunk]:
+    def _optimizer_chunks(self, shards: Sequence[Shard]) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
         named = self._optimizer.named_state() if self._optimizer is not None else {}
-        for shard in self._trained:
+        for shard in shards:
             for key, value in named.get(shard.info.name, {}).items():
                 name = f"optimizer.{shard.info.name}.{key}"
                 if isinstance(value, Tensor) and value.shape == shard.parameter.shape:

@@ -71,7 +71,12 @@ class StagedModel:
         self._has_output = False
         self._seed: Callable[[int | None], None] | None = None
         self._forward = model.forward
-        model.forward = functools.wraps(self._forward)(self._guarded_forward)  # type: ignore[method-assign]
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._guarded_forward(*args, **kwargs)
+
+        model.forward = forward
         for position, gate in enumerate(self._gates):
             if position not in self._layers:
                 self._container._modules[self._keys[position]] = gate
@@ -81,6 +86,11 @@ class StagedModel:
 
     def layers_of(self, stage: int) -> list[nn.Module]:
         return [self._layers[position] for position in range(self.bounds[stage], self.bounds[stage + 1])]
+
+    @property
+    def runs(self) -> list[list[nn.Module]]:
+        """The layers with parameters, stage by stage."""
+        return [[m for m in self.layers_of(stage) if any(True for _ in m.parameters())] for stage in self.stages]
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The trainable parameters that a backward of ``stage`` may reach."""
@@ -181,10 +191,6 @@ class StagedModel:
                 "around the layers that another stage has. Such a model can be cut only where one tensor (or tuple) "
                 "carries all: give it as engine.PipelineModule, or name other layers with model.blocks"
             )
-
-    def close(self) -> None:
-        self.model.__dict__.pop("forward", None)
-        self.model.forward = self._guarded_forward  # type: ignore[method-assign]  # it stays cut
 
 
 def apply(

@@ -7,6 +7,7 @@ schedule_runner.py (docs/adr/0011-pipeline-runner.md says why).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +65,7 @@ def with_transfers(
     Raises ValueError for an order that cannot be run.
     """
     num_stages = num_ranks * virtual_stages
-    waiting = [[a for a in order if a] for order in orders(schedule, num_ranks, virtual_stages, num_micro_batches)]
+    waiting = [_merged(order) for order in orders(schedule, num_ranks, virtual_stages, num_micro_batches)]
     placed: list[list[Action]] = [[] for _ in waiting]
     done: set[tuple[str, int, int]] = set()
     arrived: set[tuple[str, int, int]] = set()
@@ -101,6 +102,17 @@ def with_transfers(
         if not moved:
             raise ValueError(f"{schedule}: no rank can go on: {[queue[:1] for queue in waiting]}")
     return tuple(tuple(order) for order in placed)
+
+
+def _merged(order: Sequence[Action | None]) -> list[Action]:
+    """Both halves of a backward right after each other are one whole one, which costs less."""
+    merged: list[Action] = []
+    for action in filter(None, order):
+        if action.kind == "W" and merged and merged[-1] == Action("I", action.stage, action.micro_batch):
+            merged[-1] = Action("B", action.stage, action.micro_batch)
+        else:
+            merged.append(action)
+    return merged
 
 
 def _is_here(schedule: str, num_ranks: int, stage: int, rank: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from engine.collectives.shards import ShardGroup
 from engine.model.zero.bucket import Bucket, Member
 from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.local_gradients import LocalGradients
-from engine.model.zero.shards import ParameterShard, assign_owners
+from engine.model.zero.shards import ParameterShard, owners_of
 from engine.parameters import ParameterInfo
 from engine.plan import PrecisionPlan, ZeroPlan
 
@@ -43,23 +43,25 @@ def build_buckets(
     granularity: Granularity,
     shard_group: ShardGroup,
     replicate_group: ShardGroup,
+    shared: Mapping[int, tuple[int, ...]] | None = None,
 ) -> BucketReduction:
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. ``shared``: registry index ->
+    the pipeline ranks that hold the parameter; those of one set of ranks have buckets of their own, the same on each.
     """
-    owners = [0] * len(parameters)
+    with_others = shared or {}
+    owner_of = dict.fromkeys((info.index for info, _ in parameters), 0)
     if granularity == "whole":
-        owners = assign_owners([info.numel for info, _ in parameters], shard_group.size)
-    owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
+        owner_of = owners_of([info for info, _ in parameters], with_others, shard_group.size)
     buckets = []
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
-    ordered = list(reversed(parameters))
+    ordered = sorted(reversed(parameters), key=lambda item: with_others.get(item[0].index, ()))
     if by_group:
         ordered.sort(key=lambda item: item[0].group or 0)
-    for run in _runs(ordered, limit, by_group):
+    for run in _runs(ordered, limit, by_group, with_others):
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
             bounds = [0]
@@ -84,14 +86,17 @@ def build_buckets(
 
 
 def _runs(
-    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int, by_group: bool
+    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
+    limit: int,
+    by_group: bool,
+    shared: Mapping[int, tuple[int, ...]],
 ) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
     """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype, and
     where wanted of one optimizer group."""
     runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
     filled, kind = 0, None
     for info, parameter in parameters:
-        own_kind = info.dtype, info.group if by_group else None
+        own_kind = info.dtype, info.group if by_group else None, shared.get(info.index)
         if not runs or own_kind != kind or filled + info.numel > limit:
             runs.append([])
             filled, kind = 0, own_kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,19 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
         owners[index] = min(range(num_ranks), key=lambda rank: load[rank])
         load[owners[index]] += numels[index]
+    return owners
+
+
+def owners_of(
+    infos: Sequence[ParameterInfo], shared: Mapping[int, tuple[int, ...]], num_ranks: int
+) -> dict[int, int]:
+    """Registry index -> owner, as `assign_owners`; what other pipeline ranks hold too (``shared``: which ranks) is
+    dealt out apart, so that its owners have the same place on each of them."""
+    owners: dict[int, int] = {}
+    for ranks in sorted({shared.get(info.index, ()) for info in infos}):
+        together = [info for info in infos if shared.get(info.index, ()) == ranks]
+        dealt = assign_owners([info.numel for info in together], num_ranks)
+        owners |= {info.index: owner for info, owner in zip(together, dealt, strict=True)}
     return owners
 
 
