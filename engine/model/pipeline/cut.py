@@ -131,18 +131,21 @@ class StagedModel:
         """
         self._stage, self._received, self._seed = stage, received, seed
         self._output, self._has_output = None, False
-        first, last = self.bounds[stage], self.bounds[stage + 1]
-        for position, layer in self._layers.items():
-            inside = first <= position < last
-            self._container._modules[self._keys[position]] = layer if inside else self._gates[position]
         try:
             if seed is not None:
                 seed(None)
             return self.model(*args, **kwargs)
         finally:
             self._stage = self._received = self._seed = self._output = None
-            for position, layer in self._layers.items():
-                self._container._modules[self._keys[position]] = layer
+
+    def _show(self, stage: int | None) -> None:
+        """Put the layers of ``stage`` in their places, gates for all others; None: every layer of this rank.
+
+        Inside the forward only: what looks through the model's modules around it (FSDP2, when it begins) sees all.
+        """
+        for position, layer in self._layers.items():
+            is_shown = stage is None or self.bounds[stage] <= position < self.bounds[stage + 1]
+            self._container._modules[self._keys[position]] = layer if is_shown else self._gates[position]
 
     def _guarded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
@@ -151,12 +154,15 @@ class StagedModel:
                 "train_batch() or eval_batch()"
             )
         stage = self._stage
+        self._show(stage)
         try:
             output = self._forward(*args, **kwargs)
         except _Reached:
             if not self._has_output:
                 raise EngineError(f"{self._where(stage)}: the forward passed by its layers without a call") from None
             return self._output
+        finally:
+            self._show(None)
         if stage < self.num_stages - 1:
             behind = self.names[self.bounds[stage + 1]]
             raise EngineError(
