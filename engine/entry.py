@@ -19,6 +19,7 @@ from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
+from engine.model.pipeline.module import overrides_of
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan, usable
 
@@ -66,7 +67,8 @@ def initialize(
     if mpu is not None:
         raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()
-    found = examine(_config_source(args, config, config_params), auto=auto)
+    source = _config_source(args, config, config_params)
+    found = examine(source, auto=auto, overrides=overrides_of(model, source, auto))
     loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))

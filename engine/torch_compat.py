@@ -131,7 +131,7 @@ def pipeline_orders(
     stages = [
         SimpleNamespace(
             stage_index=index * num_ranks, num_stages=num_ranks * virtual_stages, group_size=num_ranks, group_rank=0,
-            is_first=index == 0, is_last=False, has_backward=True, submod=torch.nn.Identity(), device=torch.device("cpu"),
+            is_first=index == 0, is_last=False, has_backward=True, submod=torch.nn.Identity(), device="cpu",
         )
         for index in range(virtual_stages)
     ]  # fmt: skip
@@ -170,7 +170,10 @@ def backward_of_inputs(
 
     own = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
     return _backward.stage_backward_input(
-        own, None if gradients is None else list(gradients), list(inputs), iter(weights)  # type: ignore[arg-type]
+        own,
+        None if gradients is None else list(gradients),
+        list(inputs),
+        iter(weights),  # type: ignore[arg-type]
     )[1]
 
 

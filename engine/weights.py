@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.exchange import exchange_of
 from engine.checkpoint.weight_files import Weight, in_order, write_weights
+from engine.collectives.shards import ShardGroup
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import persistent_buffers
 
@@ -48,25 +49,41 @@ class _Gathered:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves them gathered, as plain tensors
         self.weights: list[Weight] = []
-        self._sources: dict[str, Tensor] = {}
-        for info in engine.parameter_registry.infos:
+        self._sources: dict[str, tuple[Tensor | None, int]] = {}
+        registry = engine.parameter_registry
+        held = registry.objects_in(engine.module)
+        self._stages, self._device = ShardGroup.of(engine.mesh, "pp", engine.ledger), engine.mesh.device
+        for info in registry.infos:
             if exclude_frozen and not info.trainable:
                 continue
-            parameter, dtype = engine.module.get_parameter(info.name), compute_dtype(info.dtype, precision)
+            dtype, stage = compute_dtype(info.dtype, precision), registry.stages_of[info.index][0]
             for name in (info.name, *info.aliases):
-                self._add(name, parameter, info.shape, dtype)
-        for name, buffer in persistent_buffers(engine.module).items():
-            self._add(name, buffer, tuple(buffer.shape), buffer.dtype)
+                self._add(name, held.get(info.index), stage, info.shape, dtype)
+        buffers = persistent_buffers(engine.module)
+        facts = registry.buffer_facts or {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
+        for name, (shape, dtype) in facts.items():
+            stage = registry.buffer_stages.get(name, 0)
+            dtype = buffers[name].dtype if name in buffers else dtype
+            self._add(name, buffers.get(name), stage, shape, dtype)
         self._coming = self._gather(in_order(self.weights))
 
-    def _add(self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._sources[name] = source
+    def _add(self, name: str, source: Tensor | None, stage: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._sources[name] = source, stage
         self.weights.append(Weight(name, tuple(shape), dtype, lambda: next(self._coming)))
 
     def _gather(self, order: Sequence[Weight]) -> Iterator[Tensor]:
+        """Whole, from the shards of the stage that has it, then from there to the other stages."""
         for weight in order:
-            source = self._sources[weight.name].detach()
-            whole = source.full_tensor() if isinstance(source, DTensor) else source
+            source, stage = self._sources[weight.name]
+            whole = None if source is None else source.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._stages.size > 1:
+                if whole is None or stage != self._stages.rank:
+                    whole = torch.empty(weight.shape, device=self._device, dtype=weight.dtype)
+                whole = whole.to(self._device, weight.dtype).contiguous()
+                self._stages.broadcast(whole, stage)
+            assert whole is not None
             yield whole.to("cpu", weight.dtype)
 
     def drain(self) -> None:

@@ -70,10 +70,10 @@ class StateTree:
     """The state of one engine on one rank.
 
     ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
-    saves them; what is on every rank of a pipeline stage comes from the stage's first, what is on several stages from
-    the first of those, and what is on all from rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
-    resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are
-    loaded where the ranks are the same, else they begin at zero. All ranks construct it.
+    saves them. What is on every rank of a pipeline stage comes from the stage's first, what is on all from rank 0.
+    ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the resolved
+    config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are loaded
+    where the ranks are the same, else they begin at zero. All ranks construct it.
     """
 
     def __init__(

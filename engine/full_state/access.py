@@ -313,9 +313,12 @@ class FullState(ABC):
         return pieces
 
     def _gather(self, pieces: list[Piece]) -> dict[Any, Tensor]:
-        group = ShardGroup.of(self.mesh, "dp_shard", self.ledger)
+        shards, stages = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "pp"))
         with self.ledger.apart("state"):
-            return gather_whole(pieces, group, self.mesh.device)
+            whole = gather_whole(pieces, shards, self.mesh.device)
+            if stages.size == 1:
+                return whole
+            return gather_whole([Piece(k, tuple(t.shape), 0, t) for k, t in whole.items()], stages, self.mesh.device)
 
     def _or_zeros(self, whole: Mapping[Any, Tensor], info: ParameterInfo, dtype: torch.dtype) -> Tensor:
         found = whole.get(info.name)

@@ -25,7 +25,9 @@ class Layer:
     num_parameters: int
 
 
-def cut(method: str | Sequence[int], layers: Sequence[Layer], num_stages: int, before: int = 0, after: int = 0) -> Bounds:
+def cut(
+    method: str | Sequence[int], layers: Sequence[Layer], num_stages: int, before: int = 0, after: int = 0
+) -> Bounds:
     """The bounds that `pipeline.partition` asks for.
 
     ``method``: "uniform", "parameters" (and "best", the same), "type:REGEX", or the number of layers of each stage.
@@ -93,8 +95,8 @@ def _given(counts: Sequence[int], num_layers: int, num_stages: int) -> Bounds:
         nearest = [after - before for before, after in itertools.pairwise(near)]
         raise EngineError(
             f"pipeline.partition: {list(counts)} deals out {plural(sum(counts), 'layer')} to "
-            f"{plural(len(counts), 'stage')}; there are {plural(num_layers, 'layer')} and {plural(num_stages, 'stage')} "
-            f"(with virtual ones), and each needs one at least: {nearest} would fit"
+            f"{plural(len(counts), 'stage')}; there are {plural(num_layers, 'layer')} and "
+            f"{plural(num_stages, 'stage')} (with virtual ones), and each needs one at least: {nearest} would fit"
         )
     return tuple(itertools.accumulate(counts, initial=0))
 

@@ -49,11 +49,11 @@ def resolve_pipeline(
     if num_micro_batches < degrees.pp * (2 if schedule in V_SHAPED else 1):
         bubble = bubble_fraction(schedule, degrees.pp, num_micro_batches, virtual)
         idle = f"idle {100 * bubble:.1f} % of a step" if bubble is not None else "idle for much of a step"
+        count = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
         findings.note(
             MICRO_BATCHES,
-            f"{plural(num_micro_batches, 'micro-batch') if num_micro_batches == 1 else f'{num_micro_batches} micro-batches'} "
-            f"cannot fill {plural(degrees.pp * virtual, 'stage')}: ranks are {idle}; {4 * degrees.pp} micro-batches "
-            f"would be a usual choice ({ACCUMULATION})",
+            f"{count} cannot fill {plural(degrees.pp * virtual, 'stage')}: ranks are {idle}; {4 * degrees.pp} would be "
+            f"a usual choice ({ACCUMULATION})",
         )
     return PipelinePlan(schedule, partition, num_micro_batches, virtual)
 
@@ -132,7 +132,9 @@ def _check_company(
     for axis, path in axes.items():
         degree = getattr(degrees, axis)
         if degree > 1:
-            refuse(path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline")
+            refuse(
+                path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
+            )
     if config.pipeline is not None and config.pipeline.partition == "time":
         refuse(PARTITION, "cutting by measured times is not built here", "time", 'use "parameters" or a list of counts')
     if not config.managed_gradient_accumulation:
@@ -144,7 +146,12 @@ def _check_company(
         refuse(path, "blocks stay whole inside the window anyway", zero.reshard_after_forward, "set it to 1")
     dropping = config.progressive_layer_drop
     if dropping is not None and dropping.enabled:
-        refuse("progressive_layer_drop.enabled", "gates of other stages' layers are not built here", True, "set it to false")
+        refuse(
+            "progressive_layer_drop.enabled",
+            "gates of other stages' layers are not built here",
+            True,
+            "set it to false",
+        )
     routing = config.data_efficiency.data_routing if config.data_efficiency else None
     if routing is not None and routing.random_ltd is not None and routing.random_ltd.enabled:
         path = "data_efficiency.data_routing.random_ltd.enabled"

@@ -212,7 +212,7 @@ def apply(
     path = plan.config.model.blocks if plan.config.model else None
     layers = find_layers(model, blocks, path)
     num_ranks, num_stages = plan.degrees.pp, plan.degrees.pp * pipeline.virtual_stages
-    around = {place: 0 for place in ("first", "last", "both")}
+    around = dict.fromkeys(("first", "last", "both"), 0)
     for info in registry.infos:
         if info.trainable and layers.position_of(info.name) is None:
             around[place_of(model, layers, info.name)] += info.numel
@@ -234,9 +234,12 @@ def apply(
         return {rank_of[stage] for stage in {"first": (0,), "last": (num_stages - 1,)}.get(place, (0, num_stages - 1))}
 
     registry.spread(
-        {info.index: set().union(*map(ranks_of, (info.name, *info.aliases))) for info in registry.infos}, mesh.coordinates["pp"]
+        {info.index: set().union(*map(ranks_of, (info.name, *info.aliases))) for info in registry.infos},
+        mesh.coordinates["pp"],
     )
-    registry.buffer_stages = {name: min(ranks_of(name)) for name in persistent_buffers(model)}
+    # Of buffers on both ends the last stage has the true ones: only its forward runs through.
+    last = rank_of[num_stages - 1]
+    registry.buffer_stages = {n: last if last in ranks_of(n) else min(ranks_of(n)) for n in persistent_buffers(model)}
     registry.buffer_facts = {name: (tuple(b.shape), b.dtype) for name, b in persistent_buffers(model).items()}
     _refuse_statistics(model, layers)
     here = stages_of_rank(pipeline.schedule, num_ranks, pipeline.virtual_stages, registry.stage)

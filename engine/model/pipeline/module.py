@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.config import examine
 from engine.contracts import EngineError
 
 
@@ -83,8 +84,8 @@ class PipelineModule(nn.Module):
 
     ``num_stages`` (or a ``topology`` with a dimension "pipe") and ``partition_method`` ("parameters", "uniform",
     "type:REGEX", or a list) count where the config's section `pipeline` does not say otherwise. ``loss_fn(outputs,
-    targets)`` is used where `initialize` gets none; batches are then ``(inputs, targets)``. ``seed_layers``: layer ``l``
-    is built after ``seed_fn(base_seed + l)`` (default: torch.manual_seed).
+    targets)`` is used where `initialize` gets none; batches are then ``(inputs, targets)``. ``seed_layers``: layer
+    ``l`` is built after ``seed_fn(base_seed + l)`` (default: torch.manual_seed).
 
     All layers are built here; under ``torch.device("meta")`` they take no memory, and each rank fills its own.
 
@@ -141,6 +142,30 @@ class PipelineModule(nn.Module):
         for layer in self.layers:
             value = layer(value)
         return value
+
+
+def overrides_of(model: Any, source: Any, auto: Any) -> dict[str, Any]:
+    """What a `PipelineModule` adds to its config: stages and partition, where the config leaves them open.
+
+    Raises EngineError where both name stages, and not the same number.
+    """
+    if not isinstance(model, PipelineModule) or model.num_stages is None:
+        return {}
+    config = examine(source, auto=auto).config
+    if config is None:
+        return {}
+    section = config.pipeline
+    stages = section.stages if section is not None else "auto"
+    if stages not in ("auto", model.num_stages):
+        raise EngineError(
+            f"PipelineModule(num_stages={model.num_stages}), and the config says pipeline.stages {stages}: leave one "
+            "of them out"
+        )
+    overrides: dict[str, Any] = {"pipeline.stages": model.num_stages}
+    if section is None or config.origin("pipeline.partition") == "default":
+        method = model.partition_method
+        overrides["pipeline.partition"] = method if isinstance(method, str) else list(method)
+    return overrides
 
 
 def _build(index: int, spec: Any, tied: dict[str, tuple[TiedLayerSpec, nn.Module]]) -> nn.Module:

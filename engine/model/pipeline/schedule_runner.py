@@ -27,8 +27,8 @@ from engine.model.pipeline.orders import with_transfers
 from engine.model.pipeline.transfers import Transfers, take_apart
 from engine.model.zero.arrivals import scaled_by
 from engine.plan import Plan
-from engine.plan.plan import PipelinePlan
 from engine.plan.pipeline_schedules import rank_of_stage
+from engine.plan.plan import PipelinePlan
 from engine.random import stream_seed
 from engine.torch_compat import backward_of_inputs, backward_of_weights
 from engine.window_checks import check_loss
@@ -222,9 +222,7 @@ class ScheduleRunner:
         elif splits:
             # looked for here, where stage 3 has gathered them: these objects stay the same
             self._parameters.setdefault(stage, self._staged.parameters_of(stage))
-            passage.rest = backward_of_inputs(
-                passage.roots, passage.gradients, passage.inputs, self._parameters[stage]
-            )
+            passage.rest = backward_of_inputs(passage.roots, passage.gradients, passage.inputs, self._parameters[stage])
             passage.roots = []
         if stage > 0:
             gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in passage.inputs]

@@ -121,7 +121,9 @@ class Transfers:
             )
         return known is form
 
-    def send_output(self, stage: int, micro_batch: int, kind: Any, form: Form, tensors: list[Tensor], sum_: int) -> None:
+    def send_output(
+        self, stage: int, micro_batch: int, kind: Any, form: Form, tensors: list[Tensor], sum_: int
+    ) -> None:
         """What ``stage`` returned, to the next stage. Raises EngineError where it is not as it was announced."""
         peer, name = self._rank_of(stage + 1), _name("hidden states", micro_batch, stage, stage + 1)
         if self.announce(stage, kind, form):

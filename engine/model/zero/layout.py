@@ -58,7 +58,8 @@ def build_buckets(
     buckets = []
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
-    ordered = sorted(reversed(parameters), key=lambda item: with_others.get(item[0].index, ()))
+    ordered = list(reversed(parameters))
+    ordered.sort(key=lambda item: with_others.get(item[0].index, ()))
     if by_group:
         ordered.sort(key=lambda item: item[0].group or 0)
     for run in _runs(ordered, limit, by_group, with_others):

@@ -52,9 +52,7 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def owners_of(
-    infos: Sequence[ParameterInfo], shared: Mapping[int, tuple[int, ...]], num_ranks: int
-) -> dict[int, int]:
+def owners_of(infos: Sequence[ParameterInfo], shared: Mapping[int, tuple[int, ...]], num_ranks: int) -> dict[int, int]:
     """Registry index -> owner, as `assign_owners`; what other pipeline ranks hold too (``shared``: which ranks) is
     dealt out apart, so that its owners have the same place on each of them."""
     owners: dict[int, int] = {}
