@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
@@ -20,6 +20,7 @@ from engine.contracts import (
     Curriculum,
     EngineError,
     ForwardBackward,
+    LossSum,
     Precision,
     Reduction,
     SavedWork,
@@ -33,6 +34,7 @@ from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
 from engine.window import Window
+from engine.window_checks import check_loss
 
 log = logging.getLogger("engine")
 
@@ -82,6 +84,19 @@ class Surface:
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
         self._window = Window()
+
+    def _note_loss(self, loss: Tensor | LossSum, copies: int = 1, share: float = 1.0) -> Tensor:
+        """Count the loss of a micro-batch into the window; returns what a backward begins at, unscaled.
+
+        ``copies``: of how many ranks this one is the only one that has it. ``share``: of a mean in the window's sum.
+        """
+        window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
+        check_loss(value, isinstance(loss, LossSum), window)
+        if isinstance(loss, LossSum):
+            window.count, window.num_counted = window.count + loss.count * copies, window.num_counted + 1
+            share = 1.0
+        window.add_loss(value.detach().float() * (copies * share), is_divided=False)
+        return value
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group; answers before the first step too."""

@@ -199,3 +199,12 @@ def reduce_fully_sharded(root: torch.nn.Module) -> None:
             if group is not None:
                 group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The module's own table of children: live, in the order of registration, one that has two names under both.
+
+    `named_children` leaves such a one out the second time, and `add_module` refuses dots in names. Goes when torch
+    offers the table.
+    """
+    return module._modules

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.cli.options import Parser, add_config_options, add_world_option, read_config, terminal_columns
+from engine.cli.pipeline_picture import describe_pipeline
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,4 +27,6 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(path, arguments.overrides, arguments.lenient, arguments.world)
     resolved = plan(config, imagined_world(config, arguments.world, "--world"))
     print(render_values(resolved) if arguments.values else render_plan(resolved, terminal_columns()))
+    if resolved.pipeline is not None and not arguments.values:
+        print(describe_pipeline(resolved))
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
 from engine.plan.one_bit import describe as describe_one_bit
+from engine.plan.pipeline_schedules import bubble_fraction
 from engine.plan.plan import Origin, Plan
 
 MAX_COLUMNS = 120
@@ -56,6 +57,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     origins = {value.path: value.origin for value in plan.values}
     yield "world", _world(plan)
     yield "mesh", _mesh(plan)
+    yield from _pipeline(plan, origins)
     yield from _batch(plan, origins)
     yield from _precision(plan, origins)
     yield from _zero(plan, origins)
@@ -81,6 +83,21 @@ def _mesh(plan: Plan) -> str:
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
     used = [f"{axis} {getattr(degrees, axis)}" for axis in axes if getattr(degrees, axis) > 1]
     return " x ".join(used) or "one rank"
+
+
+def _pipeline(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    pipeline, num_ranks = plan.pipeline, plan.degrees.pp
+    if pipeline is None:
+        return
+    parts = f" of {pipeline.virtual_stages} parts each" if pipeline.virtual_stages > 1 else ""
+    bubble = bubble_fraction(pipeline.schedule, num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)
+    idle = "" if bubble is None else f", ranks idle {100 * bubble:.1f} % of a step where stages take equally long"
+    yield (
+        "pipeline",
+        f"{plural(num_ranks, 'rank')}{parts}, {pipeline.schedule}{_mark(origins, 'pipeline.schedule')}, "
+        f"{pipeline.num_micro_batches} micro-batches, cut by {_show(pipeline.partition)}"
+        f"{_mark(origins, 'pipeline.partition')}{idle}",
+    )
 
 
 def _batch(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:

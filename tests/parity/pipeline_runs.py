@@ -96,18 +96,12 @@ def run_case(case: Case, fault: str | None = None) -> Outcome:
     return result, pieces, facts
 
 
-def run_cases(cases: list[Case], faults: list[str | None] | None = None) -> list[Outcome | Exception]:
-    """All of them, one after the other; what a planted fault raises is an outcome too."""
-    outcomes: list[Outcome | Exception] = []
-    for case, fault in zip(cases, faults or [None] * len(cases), strict=True):
-        if fault is None:
-            outcomes.append(run_case(case))
-            continue
-        try:
-            outcomes.append(run_case(case, fault))
-        except engine.EngineError as error:
-            outcomes.append(error)
-    return outcomes
+def run_with(fault: str, case: Case) -> Outcome | Exception:
+    """What a planted fault raises is an outcome too."""
+    try:
+        return run_case(case, fault)
+    except engine.EngineError as error:
+        return error
 
 
 def all_cases() -> list[Case]:
@@ -119,12 +113,17 @@ def all_cases() -> list[Case]:
     ]
 
 
-def pairwise(cases: list[Case]) -> list[Case]:
-    """Few of them, in which any two of layout, schedule, stage and precision still meet."""
+def cover(cases: list[Case]) -> list[Case]:
+    """Few of them, in which any two of these still meet: schedule and whether parameters are sharded, layout and stage,
+    precision and each of the others."""
 
-    def pairs(case: Case) -> set[tuple[Any, Any]]:
-        values = [("layout", (case.world, case.pp)), ("schedule", case.schedule), ("stage", case.stage)]
-        return set(itertools.combinations([*values, ("precision", case.precision)], 2))
+    def pairs(case: Case) -> set[tuple[Any, ...]]:
+        layout, shards = (case.world, case.pp), case.stage == 3
+        return {
+            (case.schedule, shards),
+            (layout, case.stage),
+            *((case.precision, value) for value in (case.schedule, layout, case.stage)),
+        }
 
     missing = set().union(*map(pairs, cases))
     chosen: list[Case] = []
@@ -133,4 +132,3 @@ def pairwise(cases: list[Case]) -> list[Case]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
-

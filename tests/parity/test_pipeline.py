@@ -8,16 +8,15 @@ import pytest
 
 from tests.parity.compare import assert_equal_to
 from tests.parity.pipeline_faults import FAULTS
-from tests.parity.pipeline_runs import CLIP, MODEL, SGD, STEPS, Case, all_cases, pairwise, run_cases
+from tests.parity.pipeline_runs import CLIP, MODEL, SGD, STEPS, Case, all_cases, cover, run_case, run_with
 from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH, Result, reference_run, toy_model
 
 CASES = all_cases()
-QUICK = pairwise(CASES)
+QUICK = cover(CASES)
 TOLERANCES = {
     "fp32": {"losses": 1e-5, "parameters": 1e-5, "norms": 1e-6},
     "bf16": {"losses": 1e-3, "parameters": 1e-3, "norms": 1e-2},
 }
-PLANTED = Case(2, 2, "1f1b", 1)
 
 
 @functools.cache
@@ -46,30 +45,12 @@ def check(case: Case, by_rank: list) -> None:
     assert {axis for axis in by_rank[0][2]["bytes"] if axis == "pp"}, "nothing travelled between stages"
 
 
-@pytest.fixture(scope="module")
-def outcomes(ranks):
-    """By case, what every rank saw; one start of the ranks for all quick cases of a world."""
-
-    @functools.cache
-    def of_world(world: int) -> dict[Case, list]:
-        cases = [case for case in QUICK if case.world == world]
-        return dict(zip(cases, zip(*ranks(world).run(run_cases, cases, timeout=240), strict=True), strict=True))
-
-    return lambda case: list(of_world(case.world)[case])
-
-
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_pairs_of_settings(outcomes, case):
-    check(case, outcomes(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_cell(ranks, world, stage):
-    cases = [case for case in CASES if (case.world, case.stage) == (world, stage)]
-    for case, by_rank in zip(cases, zip(*ranks(world).run(run_cases, cases, timeout=600), strict=True), strict=True):
-        check(case, list(by_rank))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_cell(ranks, case):
+    check(case, ranks(case.world).run(run_case, case, timeout=120))
 
 
 ODD = [
@@ -83,23 +64,15 @@ ODD = [
 """Fewer micro-batches than stages, numbers that ranks do not divide, uneven stages."""
 
 
-def test_odd_numbers(ranks):
-    by_case = zip(*ranks(2).run(run_cases, ODD, timeout=240), strict=True)
-    for case, by_rank in zip(ODD, by_case, strict=True):
-        check(case, list(by_rank))
-
-
-@pytest.fixture(scope="module")
-def faulty(ranks):
-    names = list(FAULTS)
-    cases = [Case(2, 2, "zero_bubble", 1) if name == "second_part_left_out" else PLANTED for name in names]
-    by_rank = ranks(2).run(run_cases, cases, names, timeout=240)
-    return {name: (case, list(seen)) for name, case, *seen in zip(names, cases, *by_rank, strict=True)}
+@pytest.mark.parametrize("case", ODD, ids=lambda case: f"{case.name}-{case.micro_batches}-{case.partition}")
+def test_odd_numbers(ranks, case):
+    check(case, ranks(2).run(run_case, case, timeout=120))
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_noticed(faulty, name):
-    case, by_rank = faulty[name]
+def test_fault_is_noticed(ranks, name):
+    case = Case(2, 2, "zero_bubble" if name == "second_part_left_out" else "1f1b", 1)
+    by_rank = ranks(2).run(run_with, name, case, timeout=120)
     assert all(not isinstance(outcome, Exception) for outcome in by_rank), by_rank
     with pytest.raises(AssertionError):
         check(case, by_rank)

@@ -66,7 +66,7 @@ def test_a_list_is_taken_as_it_is():
 
 
 def test_more_stages_than_layers_is_refused_with_what_fits():
-    with pytest.raises(EngineError, match="3 stages .* the model has 2 layers .*at most 2 fit"):
+    with pytest.raises(EngineError, match=r"3 stages .* the model has 2 layers .*at most 2 fit"):
         cut("uniform", layers(1, 1), 3)
 
 

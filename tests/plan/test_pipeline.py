@@ -45,18 +45,20 @@ def test_v_schedules_have_two_parts_a_rank(schedule):
     resolved = resolve(pipeline={"stages": 2, "schedule": schedule})
     assert resolved.pipeline is not None
     assert resolved.pipeline.virtual_stages == 2
-    assert "exactly 2" in problems(pipeline={"stages": 2, "schedule": schedule, "virtual_stages": 3})[
-        "pipeline.virtual_stages"
-    ]
+    assert (
+        "exactly 2"
+        in problems(pipeline={"stages": 2, "schedule": schedule, "virtual_stages": 3})["pipeline.virtual_stages"]
+    )
 
 
 def test_virtual_stages_and_schedules_that_do_not_fit():
     needs = problems(pipeline={"stages": 2, "schedule": "interleaved_1f1b"})["pipeline.virtual_stages"]
     assert "needs at least 2" in needs
     assert "set pipeline.virtual_stages to 2" in needs
-    assert "interleaved_1f1b and zero_bubble use more" in problems(pipeline={"stages": 2, "virtual_stages": 2})[
-        "pipeline.virtual_stages"
-    ]
+    assert (
+        "interleaved_1f1b and zero_bubble use more"
+        in problems(pipeline={"stages": 2, "virtual_stages": 2})["pipeline.virtual_stages"]
+    )
 
 
 def test_what_cannot_go_with_a_pipeline_is_named():
@@ -79,9 +81,10 @@ def test_what_cannot_go_with_a_pipeline_is_named():
 
 
 def test_a_list_has_a_count_for_each_stage():
-    assert "3 counts and there are 2 stages" in problems(pipeline={"stages": 2, "partition": [1, 1, 1]})[
-        "pipeline.partition"
-    ]
+    assert (
+        "3 counts and there are 2 stages"
+        in problems(pipeline={"stages": 2, "partition": [1, 1, 1]})["pipeline.partition"]
+    )
 
 
 def test_too_few_micro_batches_are_told_with_the_bubble():

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from engine.contracts import EngineError, PipelineError
 from engine.mesh import Mesh
-from engine.model.pipeline.layers import Layers, describe, find_layers, place_of
+from engine.model.pipeline.layers import Layers, Place, describe, find_layers, place_of
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import ParameterRegistry, persistent_buffers
 from engine.plan import Plan
 from engine.plan.partition import Bounds, cut
 from engine.plan.pipeline_schedules import rank_of_stage, stages_of_rank
-from engine.torch_compat import tree_leaves, tree_map_tensors
+from engine.torch_compat import children_of, tree_leaves, tree_map_tensors
 
 
 class _Reached(BaseException):
@@ -60,7 +60,7 @@ class StagedModel:
     def __init__(self, model: nn.Module, layers: Layers, bounds: Bounds, stages: Sequence[int]) -> None:
         self.model, self.bounds, self.stages = model, bounds, list(stages)
         self.num_stages = len(bounds) - 1
-        self._container, self._keys = layers.container, layers.keys
+        self._children, self._keys = children_of(layers.container), layers.keys
         self.names = [layers.name(position) for position in range(len(layers.keys))]
         self._layers = dict(enumerate(layers.modules))
         self._gates = [Gate(position, layer, self._pass_by) for position, layer in self._layers.items()]
@@ -79,7 +79,7 @@ class StagedModel:
         model.forward = forward
         for position, gate in enumerate(self._gates):
             if position not in self._layers:
-                self._container._modules[self._keys[position]] = gate
+                self._children[self._keys[position]] = gate
 
     def _is_here(self, position: int) -> bool:
         return any(self.bounds[stage] <= position < self.bounds[stage + 1] for stage in self.stages)
@@ -145,7 +145,7 @@ class StagedModel:
         """
         for position, layer in self._layers.items():
             is_shown = stage is None or self.bounds[stage] <= position < self.bounds[stage + 1]
-            self._container._modules[self._keys[position]] = layer if is_shown else self._gates[position]
+            self._children[self._keys[position]] = layer if is_shown else self._gates[position]
 
     def _guarded_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
@@ -209,20 +209,8 @@ def apply(
     pipeline = plan.pipeline
     if pipeline is None:
         return None
-    path = plan.config.model.blocks if plan.config.model else None
-    layers = find_layers(model, blocks, path)
-    num_ranks, num_stages = plan.degrees.pp, plan.degrees.pp * pipeline.virtual_stages
-    around = dict.fromkeys(("first", "last", "both"), 0)
-    for info in registry.infos:
-        if info.trainable and layers.position_of(info.name) is None:
-            around[place_of(model, layers, info.name)] += info.numel
-    bounds = cut(
-        pipeline.partition,
-        describe(layers),
-        num_stages,
-        around["first"] + around["both"],
-        around["last"] + around["both"],
-    )
+    layers, bounds, _ = layout_of(model, blocks, plan)
+    num_ranks, num_stages = plan.degrees.pp, len(bounds) - 1
     stage_of = {p: s for s, (a, b) in enumerate(itertools.pairwise(bounds)) for p in range(a, b)}
     rank_of = {stage: rank_of_stage(pipeline.schedule, num_ranks, stage) for stage in range(num_stages)}
 
@@ -248,17 +236,37 @@ def apply(
     return staged
 
 
+def layout_of(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> tuple[Layers, Bounds, dict[Place, int]]:
+    """The layers, where they are cut, and how many trainable elements stand around them, by the ends that hold them."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    path = plan.config.model.blocks if plan.config.model else None
+    layers = find_layers(model, blocks, path)
+    around: dict[Place, int] = {"first": 0, "last": 0, "both": 0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and layers.position_of(name) is None:
+            around[place_of(model, layers, name)] += parameter.numel()
+    bounds = cut(
+        pipeline.partition,
+        describe(layers),
+        plan.degrees.pp * pipeline.virtual_stages,
+        around["first"] + around["both"],
+        around["last"] + around["both"],
+    )
+    return layers, bounds, around
+
+
 @torch.no_grad()
 def _drop(model: nn.Module, registry: ParameterRegistry, plan: Plan, device: torch.device) -> None:
     """Free the parameters of other ranks; where a module around the layers had one, NaN of its shape that takes no
     memory."""
     absent = set(registry.absent())
     for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            info = registry.info(parameter) if parameter is not None else None
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            info = registry.info(parameter)
             if info is None or info.index not in absent:
                 continue
-            del module._parameters[key]
+            delattr(module, key)
             dtype = compute_dtype(info.dtype, plan.precision)
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
             module.__dict__[key] = nothing.expand(info.shape)
@@ -270,7 +278,7 @@ def _refuse_statistics(model: nn.Module, layers: Layers) -> None:
     for name in persistent_buffers(model):
         if layers.position_of(name) is None and place_of(model, layers, name) == "both":
             owner = model.get_submodule(name.rpartition(".")[0])
-            if isinstance(owner, nn.modules.batchnorm._NormBase):
+            if hasattr(owner, "running_mean"):
                 raise EngineError(
                     f"pipeline: {name} is updated in forward, and the model does not say whether in front of its "
                     "layers or behind them; give the model as nn.Sequential or engine.PipelineModule"

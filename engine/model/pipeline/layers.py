@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.config.messages import EngineError
 from engine.plan.partition import Layer
+from engine.torch_compat import children_of
 
 Place = Literal["first", "last", "both"]
 
@@ -26,7 +27,7 @@ class Layers:
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [self.container._modules[key] for key in self.keys]  # type: ignore[misc]
+        return [children_of(self.container)[key] for key in self.keys]  # type: ignore[misc]
 
     def name(self, position: int) -> str:
         return f"{self.path}.{self.keys[position]}" if self.path else self.keys[position]
@@ -49,10 +50,10 @@ def find_layers(model: nn.Module, blocks: Sequence[nn.Module], path: str | None)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     if path is None and (is_sequence or getattr(model, "is_layer_sequence", False)):
-        return Layers(model, tuple(key for key, layer in model._modules.items() if layer is not None), "", order)
+        return Layers(model, tuple(key for key, layer in children_of(model).items() if layer is not None), "", order)
     wanted = set(blocks)
     for name, module in model.named_modules():
-        keys = tuple(key for key, child in module._modules.items() if child in wanted)
+        keys = tuple(key for key, child in children_of(module).items() if child in wanted)
         if wanted and set(module.children()) >= wanted and len(keys) >= len(wanted):
             return Layers(module, keys, name, order)
     raise EngineError(

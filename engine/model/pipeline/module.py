@@ -14,6 +14,7 @@ from torch import nn
 
 from engine.config import examine
 from engine.contracts import EngineError
+from engine.torch_compat import children_of
 
 
 class LayerSpec:
@@ -61,8 +62,7 @@ class TiedLayer(nn.Module):
         self.layer_kind, self._key, self._forward_fn = type(module).__name__, spec.key, spec.forward_fn
 
     def forward(self, inputs: Any) -> Any:
-        module = self._modules[self._key]
-        assert module is not None
+        module = self.get_submodule(self._key)
         return module(inputs) if self._forward_fn is None else self._forward_fn(module, inputs)
 
 
@@ -132,10 +132,10 @@ class PipelineModule(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The layers in order (on a pipeline rank those of other stages are stand-ins)."""
-        return [layer for layer in self._modules.values() if layer is not None]
+        return [layer for layer in children_of(self).values() if layer is not None]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self.layers)
 
     def forward(self, *inputs: Any) -> Any:
         value = inputs[0] if len(inputs) == 1 else inputs

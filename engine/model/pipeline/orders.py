@@ -1,7 +1,7 @@
 """In which order a rank computes, sends and receives: the schedules of torch.distributed.pipelining.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html. Only their orders are used; who runs them is
-schedule_runner.py (docs/adr/0011-pipeline-runner.md says why).
+schedule_runner.py (docs/adr/0017-pipeline-runner.md says why).
 """
 
 from __future__ import annotations
@@ -117,3 +117,37 @@ def _merged(order: Sequence[Action | None]) -> list[Action]:
 
 def _is_here(schedule: str, num_ranks: int, stage: int, rank: int) -> bool:
     return rank_of_stage(schedule, num_ranks, stage) == rank
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An action in `timeline`, from ``start`` to ``end``."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def timeline(
+    schedule: str, num_ranks: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[tuple[Slot, ...], ...]:
+    """When each rank computes what if a forward takes 1, a backward 2 (each half 1), and the wire nothing."""
+    last = num_ranks * virtual_stages - 1
+    waiting = [[a for a in order if a] for order in orders(schedule, num_ranks, virtual_stages, num_micro_batches)]
+    ended: dict[tuple[str, int, int], int] = {}
+    slots: list[list[Slot]] = [[] for _ in waiting]
+    while any(waiting):
+        for rank, queue in enumerate(waiting):
+            while queue:
+                action = queue[0]
+                way, behind = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
+                need = (way, behind, action.micro_batch)
+                if action.kind != "W" and 0 <= behind <= last and need not in ended:
+                    break
+                queue.pop(0)
+                free = slots[rank][-1].end if slots[rank] else 0
+                start = free if action.kind == "W" else max(free, ended.get(need, 0))
+                slots[rank].append(Slot(action, start, start + (2 if action.kind == "B" else 1)))
+                if action.kind != "W":
+                    ended[way, action.stage, action.micro_batch] = slots[rank][-1].end
+    return tuple(map(tuple, slots))

@@ -31,7 +31,6 @@ from engine.plan.pipeline_schedules import rank_of_stage
 from engine.plan.plan import PipelinePlan
 from engine.random import stream_seed
 from engine.torch_compat import backward_of_inputs, backward_of_weights
-from engine.window_checks import check_loss
 
 
 @dataclass
@@ -190,15 +189,9 @@ class ScheduleRunner:
     ) -> None:
         """Scaled for the backward; counted once for each pipeline rank, for the step's agreement sums over all."""
         loss = self._loss(engine, output, micro_batch)
-        window, copies = engine._window, self._num_ranks
-        is_sum = isinstance(loss, LossSum)
-        value = loss.total if isinstance(loss, LossSum) else loss
-        check_loss(value, is_sum, window)
-        share = 1.0 if is_sum else self._plan.batch.accumulation_steps / num_micro_batches
-        window.add_loss(value.detach().float() * (copies * share), is_divided=False)
-        if isinstance(loss, LossSum):
-            window.count, window.num_counted = window.count + loss.count * copies, window.num_counted + 1
-        scaled = value if is_sum else value / num_micro_batches
+        share = self._plan.batch.accumulation_steps / num_micro_batches
+        value = engine._note_loss(loss, copies=self._num_ranks, share=share)
+        scaled = value if isinstance(loss, LossSum) else value / num_micro_batches
         passage.roots = [scaled * engine.roles.precision.scale]
 
     def _loss(self, engine: Any, output: Any, micro_batch: MicroBatch) -> Tensor | LossSum:
