@@ -91,6 +91,12 @@ def sequential(**more: Any) -> nn.Sequential:
     return model
 
 
+def on_meta(**more: Any) -> PipelineModule:
+    """Without values: each rank fills what it holds, as one process fills all."""
+    with torch.device("meta"):
+        return tied_layers(**more)
+
+
 def with_skip(**more: Any) -> nn.Module:
     """Its last block reads the output of the first: hidden states alone do not carry that."""
 
@@ -137,9 +143,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt2": hugging_face("gpt2"),
     "opt": hugging_face("opt"),
     "skip": with_skip,
+    "meta": on_meta,
     "dropout": lambda: toy_model(num_blocks=4, width=16, num_heads=2, dropout=0.2),
 }
-WITH_LOSS_FN = ("tied_layers", "tuples", "sequential")
+WITH_LOSS_FN = ("tied_layers", "tuples", "sequential", "meta")
 LENGTHS = (8, 12, 5)
 """Of the sequences in step 1, 2 and 3."""
 
@@ -178,6 +185,8 @@ def train(name: str, steps: int = 3, accumulation: int = 4, **config: Any) -> di
     model_engine, *_ = engine.initialize(model=seeded(name), config=config_of(accumulation, **config), loss_fn=loss_fn)
     num_parts = accumulation * model_engine.mesh.dp_size
     losses, norms = [], []
+    if name == "sequential":  # whole state, by the names of the whole model
+        model_engine.module.load_state_dict({key: value.clone() for key, value in seeded(name).state_dict().items()})
     for step in range(steps):
         parts = (
             batch_of(name, step, micro * model_engine.mesh.dp_size + model_engine.mesh.dp_rank, num_parts)

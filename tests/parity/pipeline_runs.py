@@ -26,7 +26,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Case:
-    """``micro_batches``: of a window on one data-parallel rank."""
+    """``micro_batches``: of a window on one data-parallel rank, each cut into ``pieces`` for the pipeline."""
 
     world: int
     pp: int
@@ -35,6 +35,7 @@ class Case:
     precision: str = "fp32"
     micro_batches: int = 4
     partition: Any = "uniform"
+    pieces: int = 1
 
     @property
     def name(self) -> str:
@@ -46,6 +47,8 @@ class Case:
 
     def config(self) -> dict[str, Any]:
         pipeline: dict[str, Any] = {"stages": self.pp, "schedule": self.schedule, "partition": self.partition}
+        if self.pieces > 1:
+            pipeline["micro_batches"] = self.micro_batches * self.pieces
         if self.schedule == "interleaved_1f1b":
             pipeline["virtual_stages"] = SCHEDULES[self.schedule]
         return config_of(

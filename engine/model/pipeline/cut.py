@@ -230,9 +230,11 @@ def apply(
     registry.buffer_stages = {n: last if last in ranks_of(n) else min(ranks_of(n)) for n in persistent_buffers(model)}
     registry.buffer_facts = {name: (tuple(b.shape), b.dtype) for name, b in persistent_buffers(model).items()}
     _refuse_statistics(model, layers)
+    whole = set(model.state_dict())
     here = stages_of_rank(pipeline.schedule, num_ranks, pipeline.virtual_stages, registry.stage)
     staged = StagedModel(model, layers, bounds, here)
     _drop(model, registry, plan, mesh.device)
+    model.register_load_state_dict_pre_hook(functools.partial(_leave_out, whole - set(model.state_dict())))
     return staged
 
 
@@ -271,6 +273,12 @@ def _drop(model: nn.Module, registry: ParameterRegistry, plan: Plan, device: tor
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
             module.__dict__[key] = nothing.expand(info.shape)
     registry.free(absent)
+
+
+def _leave_out(elsewhere: set[str], module: nn.Module, state_dict: dict[str, Any], *rest: Any) -> None:
+    """A state dict of the whole model loads into a stage: what other ranks hold is no surprise."""
+    for name in elsewhere & state_dict.keys():
+        del state_dict[name]
 
 
 def _refuse_statistics(model: nn.Module, layers: Layers) -> None:
