@@ -14,17 +14,19 @@ from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
+from engine.collectives.norms import NormSum
 from engine.collectives.shards import ShardGroup
 from engine.contracts import NoSchedule, SavedLayout, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import zero
+from engine.model import tensor_parallel, zero
 from engine.model.blocks import find_blocks
 from engine.model.forward_backward import OneByOne
 from engine.model.pipeline import cut as pipeline
 from engine.model.pipeline.schedule_runner import ScheduleRunner
 from engine.model.pipeline.shared import share_over_stages
+from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -63,15 +65,18 @@ def build(
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
+    granularity = granularity_of(plan.optimizer, client)
     staged = pipeline.apply(model, registry, blocks, plan, mesh)
     runs = [blocks] if staged is None else staged.runs
-    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity_of(plan.optimizer, client))
+    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
+    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity)
     reduction = share_over_stages(data_parallel.reduction, registry.shared(), data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
     curriculum = build_curriculum(plan, model, loader)
-    sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
+    sum_norms = NormSum(mesh, registry, [ShardGroup.of(mesh, axis, ledger) for axis in ("dp_shard", "tp")])
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
     schedule = schedule_on(stepper, plan.schedule, lr_scheduler)
@@ -94,7 +99,9 @@ def build(
         registry=registry,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
-        layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
+        layout=SavedLayout(
+            mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size, plan.degrees.placement
+        ),
         config=plan.config.raw,
         settings=plan.config.checkpoint,
         ledger=ledger,

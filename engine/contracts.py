@@ -158,6 +158,8 @@ class SavedLayout:
     zero_stage: int
     mesh: Mapping[str, int]
     global_batch_size: int
+    placement: str = "PDT"
+    """The order of the axes: which rank stood where (engine/plan/placement.py)."""
 
 
 # --- state -------------------------------------------------------------------------------------------------

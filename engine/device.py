@@ -48,6 +48,20 @@ def seed_generators(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that `seed_generators` seeds; see `restore_generators`."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def restore_generators(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,7 +1,8 @@
 """Ranks, coordinates and process groups: the only place that builds groups.
 
-Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, sp, tp`` (default placement P, D, T: ranks that differ only in
-tp are neighbours). Axes of degree 1 cost nothing. Data shards come from coordinates, never from a group rank.
+Axes: ``pp, dp_replicate, dp_shard, cp, sp, tp``, laid out as the placement says (engine/plan/placement.py; by default
+in this order, outermost first: ranks that differ only in tp are neighbours). Axes of degree 1 cost nothing. Data
+shards come from coordinates, never from a group rank.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.config.messages import EngineError
 from engine.device import backend_for
 from engine.plan import Degrees
+from engine.plan.placement import AXES, axes_in_order, coordinates
 
+__all__ = ["AXES", "Mesh", "coordinates", "is_gloo_alone", "join_process_group"]
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 class Mesh:
@@ -29,14 +31,16 @@ class Mesh:
 
     def __init__(self, degrees: Degrees, device: torch.device) -> None:
         self.device = device
-        self.degrees: Mapping[str, int] = {axis: getattr(degrees, axis) for axis in AXES}
+        self.degrees: Mapping[str, int] = degrees.by_axis
+        self.split_by_caller = degrees.split_by_caller
+        self.order = axes_in_order(degrees.placement)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if math.prod(self.degrees.values()) != self.world_size:
             arithmetic = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items() if size > 1) or "1"
             raise EngineError(f"the mesh {arithmetic} does not cover the {self.world_size} ranks of this process group")
-        self.coordinates = coordinates(self.rank, self.degrees)
-        self._split = [axis for axis in AXES if self.degrees[axis] > 1]
+        self.coordinates = coordinates(self.rank, self.degrees, self.order)
+        self._split = [axis for axis in self.order if self.degrees[axis] > 1]
         self._device_mesh: DeviceMesh | None = None
 
     @property
@@ -54,7 +58,7 @@ class Mesh:
             self._device_mesh = init_device_mesh(
                 self.device.type, tuple(self.degrees[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
             )
-        wanted = tuple(axis for axis in axes if axis in self._split)
+        wanted = tuple(axis for axis in self._split if axis in axes)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
     @property
@@ -84,14 +88,6 @@ class Mesh:
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:
     """Whether every device's collectives of ``group`` (None: all ranks) run on gloo."""
     return {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
-
-
-def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Row-major coordinates of a rank."""
-    place: dict[str, int] = {}
-    for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, degrees[axis])
-    return {axis: place[axis] for axis in AXES}
 
 
 def join_process_group(

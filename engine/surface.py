@@ -28,6 +28,7 @@ from engine.contracts import (
     StepReport,
 )
 from engine.mesh import Mesh
+from engine.model.tensor_parallel.by_caller import refuse_checkpoint
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
@@ -60,9 +61,9 @@ class Surface:
     """What `Engine` is made of, and how to ask it. Unknown attributes are the model's own."""
 
     module: nn.Module
-    parameter_registry: ParameterRegistry
     plan: Plan
     mesh: Mesh
+    parameter_registry: ParameterRegistry
     ledger: Ledger
     roles: Roles
     watchers: WatcherList
@@ -205,6 +206,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
+        refuse_checkpoint(self.mesh, "save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -243,6 +245,7 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
+        refuse_checkpoint(self.mesh, "load_checkpoint()")
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -272,6 +275,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
+        refuse_checkpoint(self.mesh, "save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -293,7 +297,7 @@ class Surface:
         self.roles.reduction.close()
         self.roles.forward_backward.close()
         if not self.parameter_registry.absent():  # a model cut over pipeline stages stays cut
-            release(self.module)
+            release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

@@ -108,6 +108,11 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         _veto.append(is_vetoed)
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``function(leaf)``."""
+    return _pytree.tree_map(function, tree)
+
+
 _SCHEDULE_CLASSES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from engine.checkpoint.exchange import exchange_of
 from engine.checkpoint.weight_files import Weight, in_order, write_weights
 from engine.collectives.shards import ShardGroup
+from engine.collectives.whole import join_parts
+from engine.model.zero.fully_sharded import local_part, row_range
 from engine.model.zero.layout import compute_dtype
-from engine.parameters import persistent_buffers
+from engine.parameters import ParameterInfo, persistent_buffers
 
 
 @torch.no_grad()
@@ -49,42 +51,64 @@ class _Gathered:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves them gathered, as plain tensors
         self.weights: list[Weight] = []
-        self._sources: dict[str, tuple[Tensor | None, int]] = {}
-        registry = engine.parameter_registry
+        self._sources: dict[str, tuple[Tensor | None, ParameterInfo | None, int]] = {}
+        self._shards, self._parts, self._stages = (
+            ShardGroup.of(engine.mesh, axis, engine.ledger) for axis in ("dp_shard", "tp", "pp")
+        )
+        registry, self._device = engine.parameter_registry, engine.mesh.device
         held = registry.objects_in(engine.module)
-        self._stages, self._device = ShardGroup.of(engine.mesh, "pp", engine.ledger), engine.mesh.device
         for info in registry.infos:
             if exclude_frozen and not info.trainable:
                 continue
             dtype, stage = compute_dtype(info.dtype, precision), registry.stages_of[info.index][0]
             for name in (info.name, *info.aliases):
-                self._add(name, held.get(info.index), stage, info.shape, dtype)
+                self._add(name, held.get(info.index), info.global_shape, dtype, info, stage)
         buffers = persistent_buffers(engine.module)
         facts = registry.buffer_facts or {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
         for name, (shape, dtype) in facts.items():
             stage = registry.buffer_stages.get(name, 0)
             dtype = buffers[name].dtype if name in buffers else dtype
-            self._add(name, buffers.get(name), stage, shape, dtype)
+            self._add(name, buffers.get(name), shape, dtype, None, stage)
         self._coming = self._gather(in_order(self.weights))
 
-    def _add(self, name: str, source: Tensor | None, stage: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._sources[name] = source, stage
+    def _add(
+        self,
+        name: str,
+        source: Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        info: ParameterInfo | None,
+        stage: int,
+    ) -> None:
+        self._sources[name] = source, info, stage
         self.weights.append(Weight(name, tuple(shape), dtype, lambda: next(self._coming)))
 
     def _gather(self, order: Sequence[Weight]) -> Iterator[Tensor]:
         """Whole, from the shards of the stage that has it, then from there to the other stages."""
         for weight in order:
-            source, stage = self._sources[weight.name]
-            whole = None if source is None else source.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
+            source, info, stage = self._sources[weight.name]
+            values = None if source is None else local_part(source.detach()).to(weight.dtype)
+            if info is not None and values is not None:
+                if isinstance(source, DTensor):
+                    values = self._of_all_rows(values, info)
+                cuts = {} if info.cut is None else {info.name: info.cut}
+                values = join_parts({info.name: values}, cuts, self._parts, values.device)[info.name]
             if self._stages.size > 1:
-                if whole is None or stage != self._stages.rank:
-                    whole = torch.empty(weight.shape, device=self._device, dtype=weight.dtype)
-                whole = whole.to(self._device, weight.dtype).contiguous()
-                self._stages.broadcast(whole, stage)
-            assert whole is not None
-            yield whole.to("cpu", weight.dtype)
+                if values is None or stage != self._stages.rank:
+                    values = torch.empty(weight.shape, device=self._device, dtype=weight.dtype)
+                values = values.contiguous()
+                self._stages.broadcast(values, stage)
+            assert values is not None
+            yield values.cpu()
+
+    def _of_all_rows(self, rows: Tensor, info: ParameterInfo) -> Tensor:
+        """What the data-parallel ranks hold together of the parameter, of which ``rows`` are this rank's."""
+        size = self._shards.size
+        bounds = [row_range(info.shape, rank, size)[0] for rank in range(size)] + [info.numel]
+        flat = torch.empty(info.numel, dtype=rows.dtype, device=rows.device)
+        flat[bounds[self._shards.rank] : bounds[self._shards.rank + 1]] = rows.reshape(-1)
+        self._shards.all_gather(flat, bounds, "gathering weights to write").wait()
+        return flat.view(info.shape)
 
     def drain(self) -> None:
         for _ in self._coming:

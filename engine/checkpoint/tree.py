@@ -70,10 +70,10 @@ class StateTree:
     """The state of one engine on one rank.
 
     ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
-    saves them. What is on every rank of a pipeline stage comes from the stage's first, what is on all from rank 0.
-    ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the resolved
-    config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are loaded
-    where the ranks are the same, else they begin at zero. All ranks construct it.
+    saves them; what is on every data-parallel rank comes from the first of them, as what tp ranks or pipeline stages
+    hold alike does. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config``
+    is the resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``;
+    they are loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
 
     def __init__(
@@ -92,10 +92,13 @@ class StateTree:
         ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
+        self._own_trained, self._own_frozen = (
+            [s for s in these if not s.info.is_copy and registry.is_written(s.info)] for these in (trained, frozen)
+        )
         self._aliases, self._rank, self.layout, self._registry = registry.aliases, mesh.rank, layout, registry
-        self._writes_shards = writes_shards
+        self._writes_shards, self._tp_rank = writes_shards, mesh.coordinates["tp"]
         self._empty = [info for info in registry.infos if not info.numel]
-        self._writes_common = all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
+        self._is_first_data_rank = not any(p for axis, p in mesh.coordinates.items() if axis not in ("pp", "tp"))
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
         counted = ledger.account("checkpoint")
@@ -135,16 +138,13 @@ class StateTree:
             self._optimizer.settle()
             chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
-            mine = [shard for shard in self._trained if self._registry.is_written(shard.info)]
-            chunks += [*self._parameter_chunks(mine), *self._optimizer_chunks(mine)]
+            chunks += [*self._parameter_chunks(self._own_trained), *self._optimizer_chunks()]
         if not exclude_frozen:
-            mine = [shard for shard in self._frozen if self._registry.is_written(shard.info)]
-            mine = [s for s in mine if (self._writes_common if s.on_every_rank else self._writes_shards)]
-            chunks += self._parameter_chunks(mine)
-        if self._writes_common:
-            stage_of = self._registry.buffer_stages
-            here = self._registry.stage
-            chunks += [c for c in self._buffer_chunks() if stage_of.get(c.name.removeprefix("buffers."), 0) == here]
+            first, writes = self._is_first_data_rank, self._writes_shards
+            chunks += self._parameter_chunks(s for s in self._own_frozen if (first if s.on_every_rank else writes))
+        if self._is_first_data_rank and self._tp_rank == 0:
+            stages, here = self._registry.buffer_stages, self._registry.stage
+            chunks += [c for c in self._buffer_chunks() if stages.get(c.name.removeprefix("buffers."), 0) == here]
         if self._rank == 0:
             chunks += self._empty_chunks(frozen=not exclude_frozen)
         states: dict[str, dict[str, Any]] = {
@@ -206,15 +206,15 @@ class StateTree:
         wanted = [info for info in self._empty if info.trainable or frozen]
         return [_whole(f"parameters.{info.name}", torch.empty(info.shape, dtype=info.dtype)) for info in wanted]
 
-    def _optimizer_chunks(self, shards: Sequence[Shard]) -> Iterator[Chunk]:
+    def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
         named = self._optimizer.named_state() if self._optimizer is not None else {}
-        for shard in shards:
+        for shard in self._own_trained:
             for key, value in named.get(shard.info.name, {}).items():
                 name = f"optimizer.{shard.info.name}.{key}"
                 if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
                     yield from shard.chunks(name, value)
-                elif value is not None and shard.start == 0:
+                elif value is not None and shard.start == 0 and shard.info.stands_for_all:
                     yield _whole(name, _as_tensor(value))
 
     # --- loading -----------------------------------------------------------------------------------------------

@@ -80,7 +80,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     "pipeline.activation_checkpoint_interval": (
         lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0
     ),
-    "tensor_parallel.size": lambda config: config.tensor_parallel is not None and config.tensor_parallel.size > 1,
     "sequence_parallel_size": lambda config: config.sequence_parallel_size > 1,
     "parallel.context_parallel": lambda config: config.parallel.context_parallel > 1,
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),

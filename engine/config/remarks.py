@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.config.sections.base import Section
+from engine.config.smp import WITHOUT_EFFECT as SMP_WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from engine.config.config import Config
@@ -60,6 +61,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "data_efficiency.data_sampling.num_epochs": ("samples are drawn for as long as training goes on", ()),
     "data_efficiency.data_sampling.pin_memory": ("batches for an accelerator are always pinned", (True,)),
     "data_efficiency.data_routing.enabled": (_SWITCHES_INSIDE, ()),
+    **SMP_WITHOUT_EFFECT,
 }
 """Path -> why it has no effect, and the values that need no note because they ask for what happens anyway.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.plan.tensor_parallel import SplitSizes
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -17,3 +19,4 @@ class ModelFacts:
     num_block_parameters: int | None = None
     """Elements in the largest block."""
     num_heads: int | None = None
+    split_sizes: SplitSizes | None = None

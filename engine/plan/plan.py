@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine.plan.placement import AXES
+
 if TYPE_CHECKING:
     from engine.config import Config, Note
     from engine.plan.facts import ModelFacts
@@ -26,6 +28,10 @@ class World:
     device_count: int = 0
     how: str = ""
     """How the size was found, as a clause for messages: "torchrun variables", "no process group was found"."""
+    split_by_caller: int = 1
+    """Ranks over which the caller has split the model already (mpu): they get the same samples."""
+    placement_of_caller: str = ""
+    """Where those ranks stand."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,14 @@ class Degrees:
     cp: int = 1
     sp: int = 1
     tp: int = 1
+    placement: str = "PDT"
+    """The order of the axes, see `engine.plan.placement`."""
+    split_by_caller: bool = False
+    """The tp ranks hold what the caller has split (mpu), not what the engine splits."""
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def dp(self) -> int:

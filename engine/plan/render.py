@@ -10,6 +10,7 @@ from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
 from engine.plan.one_bit import describe as describe_one_bit
 from engine.plan.pipeline_schedules import bubble_fraction
+from engine.plan.placement import axes_in_order, describe_crossings, describe_places
 from engine.plan.plan import Origin, Plan
 
 MAX_COLUMNS = 120
@@ -57,6 +58,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     origins = {value.path: value.origin for value in plan.values}
     yield "world", _world(plan)
     yield "mesh", _mesh(plan)
+    for line in (describe_places(plan.degrees), describe_crossings(plan.degrees, plan.world)):
+        if line:
+            yield "", line
     yield from _pipeline(plan, origins)
     yield from _batch(plan, origins)
     yield from _precision(plan, origins)
@@ -80,9 +84,10 @@ def _world(plan: Plan) -> str:
 
 def _mesh(plan: Plan) -> str:
     degrees = plan.degrees
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-    used = [f"{axis} {getattr(degrees, axis)}" for axis in axes if getattr(degrees, axis) > 1]
-    return " x ".join(used) or "one rank"
+    sizes = degrees.by_axis
+    used = [f"{axis} {sizes[axis]}" for axis in axes_in_order(degrees.placement) if sizes[axis] > 1]
+    order = f", outermost first (placement {degrees.placement})" if len(used) > 1 else ""
+    return (" x ".join(used) or "one rank") + order
 
 
 def _pipeline(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,8 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.smp import check_smp
+from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -106,12 +108,15 @@ def sketch(
     curriculum = run(resolve_curriculum, config, findings)
     pipeline = run(resolve_pipeline, config, degrees, batch, zero, optimizer, findings)
     run(check_combinations, config, findings)
+    run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
     run(note_ineffective, config, findings)
     run(note_vocabulary, config, findings)
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
+    run(check_tensor_parallel, config, degrees, facts, findings)
+    run(check_pairs, degrees, optimizer, findings)
     if batch is None:
         return None, findings
     result = Plan(

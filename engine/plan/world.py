@@ -7,9 +7,11 @@ dp = world / (pp x cp x sp x tp), from `pipeline.stages`, `parallel.context_para
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.plan.findings import divisors, plural
+from engine.plan.placement import resolve_placement
 from engine.plan.plan import Degrees, World
 
 if TYPE_CHECKING:
@@ -56,19 +58,23 @@ def resolve_degrees(config: Config, world: World, findings: Findings) -> Degrees
     Where the model's axes do not divide the world, which is a problem, dp is that of the largest world they fill.
     """
     model = model_degrees(config)
-    group = math.prod(model.values())
+    degrees = Degrees(pp=model["pp"], cp=model["cp"], sp=model["sp"], tp=model["tp"])
+    if world.split_by_caller > 1:
+        degrees = replace(degrees, tp=world.split_by_caller, split_by_caller=True)
+    group = degrees.model
     if world.size % group:
         _report_world(model, world, findings)
-        return Degrees(**model, dp_replicate=max(world.size // group, 1))
+        return replace(degrees, dp_replicate=max(world.size // group, 1))
     dp = world.size // group
     for axis, path in MODEL_AXES.items():
         if model[axis] > 1:
             findings.resolved(path, model[axis])
     _check_data_parallel_size(config, model, dp, world, findings)
+    degrees = replace(degrees, placement=resolve_placement(config, world, degrees, dp, findings))
     shard = _mics_group(config, world, findings, dp)
     if config.zero_optimization.stage == 0:
-        return Degrees(**model, dp_replicate=dp)
-    return Degrees(**model, dp_replicate=dp // shard, dp_shard=shard)
+        return replace(degrees, dp_replicate=dp)
+    return replace(degrees, dp_replicate=dp // shard, dp_shard=shard)
 
 
 def _report_world(model: dict[str, int], world: World, findings: Findings) -> None:

@@ -62,6 +62,7 @@ def apply(
     note_own_statistics(model, mesh)
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
     replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
+    tensor_group = ShardGroup.alone() if mesh.split_by_caller else ShardGroup.of(mesh, "tp", ledger)
 
     def broadcast(tensor: Tensor) -> None:
         replicate_group.broadcast(tensor)
@@ -77,10 +78,21 @@ def apply(
     dtype_of = master_dtype if sharded else lambda dtype: dtype
     num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
     sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
-    replicate_group.sum(shard_group.sum(sums))
-    same_everywhere = bool(sums[0] ** 2 == sums[1] * mesh.dp_size)  # no rank differs from another
     blocks = [block for run in runs for block in run]
-    materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of, same_everywhere)
+    tensor_group.sum(replicate_group.sum(shard_group.sum(sums)))
+    num_ranks = mesh.dp_size * tensor_group.size
+    same_everywhere = bool(sums[0] ** 2 == sums[1] * num_ranks)  # no rank differs from another
+    materialise = Materialiser(
+        model,
+        registry,
+        blocks,
+        mesh.device,
+        plan.seed,
+        broadcast,
+        dtype_of,
+        same_everywhere,
+        broadcast_whole=tensor_group.broadcast,
+    )
     managed = [info for info in registry.held() if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:
@@ -107,6 +119,9 @@ def apply(
         )
         return Zero(ShardedWithScalars(sharding, buckets), frozen_rows, first_replica)
 
+    if tensor_group.size > 1:
+        for block in blocks:  # one after the other, for each is whole before it is cut
+            materialise([block])
     materialise([model])
     trained, frozen = [], []
     for info, parameter in registry.parameters():

@@ -240,14 +240,18 @@ class FullyShardedReduction(Arrivals):
 
     @torch.no_grad()
     def sum_of_squares(self, exact: bool = False) -> Tensor:
-        gradients = [s.parameter.grad.reshape(-1) for s in self.shards if s.parameter.grad is not None]
-        few = [gradient for gradient in gradients if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if few:  # one kernel call for all biases and norms
-            total += torch.stack(foreach_norm(few)).double().square().sum()
-        for gradient in gradients:
-            if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
-                total += sum_of_squares(gradient, exact)
+        gradients: dict[int, list[Tensor]] = {}
+        for shard in self.shards:
+            if shard.parameter.grad is not None:
+                gradients.setdefault(shard.info.num_copies, []).append(shard.parameter.grad.reshape(-1))
+        for num_copies, alike in gradients.items():
+            few = [gradient for gradient in alike if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
+            if few:  # one kernel call for all biases and norms
+                total += torch.stack(foreach_norm(few)).double().square().sum() / num_copies
+            for gradient in alike:
+                if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
+                    total += sum_of_squares(gradient, exact) / num_copies
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:

@@ -48,8 +48,10 @@ def build_buckets(
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. ``shared``: registry index ->
-    the pipeline ranks that hold the parameter; those of one set of ranks have buckets of their own, the same on each.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
+    tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
+    values may touch it. ``shared``: registry index -> the pipeline ranks that hold the parameter; those
+    of one set of ranks have buckets of their own too, the same on each.
     """
     with_others = shared or {}
     owner_of = dict.fromkeys((info.index for info, _ in parameters), 0)
@@ -59,9 +61,13 @@ def build_buckets(
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
-    ordered.sort(key=lambda item: with_others.get(item[0].index, ()))
-    if by_group:
-        ordered.sort(key=lambda item: item[0].group or 0)
+    ordered.sort(
+        key=lambda item: (
+            (item[0].group or 0) if by_group else 0,
+            item[0].num_copies,
+            with_others.get(item[0].index, ()),
+        )
+    )
     for run in _runs(ordered, limit, by_group, with_others):
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
@@ -92,12 +98,12 @@ def _runs(
     by_group: bool,
     shared: Mapping[int, tuple[int, ...]],
 ) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
-    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype, and
-    where wanted of one optimizer group."""
+    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it), of one dtype and one
+    number of copies, and where wanted of one optimizer group."""
     runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
     filled, kind = 0, None
     for info, parameter in parameters:
-        own_kind = info.dtype, info.group if by_group else None, shared.get(info.index)
+        own_kind = info.dtype, info.num_copies, info.group if by_group else None, shared.get(info.index)
         if not runs or own_kind != kind or filled + info.numel > limit:
             runs.append([])
             filled, kind = 0, own_kind

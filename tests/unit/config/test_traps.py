@@ -234,11 +234,24 @@ def test_what_is_right_but_surprising_is_noted(tree: dict[str, Any], path: str, 
     assert words in notes_of(tree)[path]
 
 
+SMP_VALUES: dict[str, Any] = {
+    **{path: True for path in WITHOUT_EFFECT if path.startswith("smp.")},
+    "smp.pipeline": "simple",
+    "smp.optimize": "speed",
+    "smp.default_partition": 2,
+    "smp.contiguous": False,
+    "smp.memory_weight": 0.5,
+    "smp.activation_loading_horizon": 2,
+    "smp.ddp_dist_backend": "nccl",
+    "smp.allow_empty_shards": False,
+}
+
+
 @pytest.mark.parametrize(("path", "entry"), WITHOUT_EFFECT.items(), ids=WITHOUT_EFFECT.keys())
 def test_what_has_no_effect_is_noted_where_it_asks_for_more(path: str, entry: tuple[str, tuple[Any, ...]]) -> None:
     why, harmless = entry
     other = {True: False, False: True, None: {"err_beta": 0.5} if "loco" in path else "2"}
-    unlike = {"model.tiny": {"width": 8}}
+    unlike = {"model.tiny": {"width": 8}, "pipeline.use_reentrant": False, **SMP_VALUES}
     for value in (*harmless, unlike[path] if path in unlike else other[harmless[0]] if harmless else 1):
         tree: Any = value
         for part in reversed(path.split(".")):
