@@ -18,6 +18,8 @@ STAGES = "pipeline.stages"
 VIRTUAL = "pipeline.virtual_stages"
 MICRO_BATCHES = "pipeline.micro_batches"
 PARTITION = "pipeline.partition"
+SPLIT_FURTHER = {"tp": "tensor_parallel.size", "sp": "sequence_parallel_size", "cp": "parallel.context_parallel"}
+"""The axes that cannot split a stage here, and their keys."""
 
 
 def resolve_pipeline(
@@ -128,8 +130,7 @@ def _check_company(
         message = f"does not go with pipeline.stages {degrees.pp} ({findings.source(STAGES)}): {why}"
         findings.problem(path, message, found=found, repair=repair, code="not-built", options=("leave it out",))
 
-    axes = {"tp": "tensor_parallel.size", "sp": "sequence_parallel_size", "cp": "parallel.context_parallel"}
-    for axis, path in axes.items():
+    for axis, path in SPLIT_FURTHER.items():
         degree = getattr(degrees, axis)
         if degree > 1:
             refuse(
