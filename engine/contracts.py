@@ -33,6 +33,7 @@ __all__ = [
     "NoCurriculum",
     "NoSchedule",
     "OnLayoutChange",
+    "PipelineError",
     "Place",
     "Precision",
     "Reduction",
@@ -50,6 +51,10 @@ __all__ = [
 
 class RunFailed(EngineError):
     """Training cannot go on (a loss that is not finite, a dead peer). The command line exits with 1."""
+
+
+class PipelineError(EngineError):
+    """A call that a model cut over pipeline stages cannot answer; DeepSpeed's name for it."""
 
 
 # --- records -----------------------------------------------------------------------------------------------
@@ -234,6 +239,9 @@ class Reduction(Protocol):
 
     def end_backward(self) -> None: ...
 
+    def collect(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Inside a backward whose ``.grad`` autograd's hooks did not see: the gradients of these are there."""
+
     def finish(self) -> None:
         """Reduce whatever the backward passes of this window have not reduced yet."""
 
@@ -375,6 +383,19 @@ class WholeSequences:
 
 
 class ForwardBackward(Protocol):
-    """One whole accumulation window: plain, or pipelined."""
+    """What a whole accumulation window does with its micro-batches: one after the other, or through a pipeline.
 
-    def train(self, batches: Iterable[Any]) -> torch.Tensor: ...
+    ``engine`` is the running `Engine`; ``next_batch(index)`` gives this rank's micro-batch ``index`` of the window.
+    """
+
+    def by_hand(self, call: str) -> None:
+        """Before each forward, backward and step. Raises `PipelineError` where only whole windows can be run."""
+
+    def train(self, engine: Any, next_batch: Callable[[int], Any]) -> None:
+        """Forward and backward of a window's micro-batches, and the step."""
+
+    def evaluate(self, engine: Any, next_batch: Callable[[int], Any], num_micro_batches: int) -> tuple[Any, Any]:
+        """(sum of losses, their count) of this rank, in eval mode and without gradients. Of all ranks together the
+        ratio is the mean."""
+
+    def close(self) -> None: ...

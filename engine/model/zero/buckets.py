@@ -15,10 +15,10 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
 from engine.model.zero.arrivals import Arrivals
@@ -63,11 +63,8 @@ class BucketReduction(Arrivals):
         self._num_rounds = 0
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._hooks = [
-            member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member))
-            for bucket in self.buckets
-            for member in bucket.members
-        ]
+        self._take = {m.parameter: self._make_hook(bucket, m) for bucket in self.buckets for m in bucket.members}
+        self._hooks = [p.register_post_accumulate_grad_hook(take) for p, take in self._take.items()]
         self.shards = [shard for bucket in self.buckets for shard, _ in bucket.shards]
         self._start_round()
 
@@ -96,6 +93,11 @@ class BucketReduction(Arrivals):
                     self._advance()
 
         return take
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter in self._take:
+                self._take[parameter](parameter)
 
     @torch.no_grad()
     def _deposit(self, bucket: Bucket) -> None:
