@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import types
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import nn
 
 
-class Replacement:
+class Replacement(ABC):
     """Put on a module as its ``forward``, until `remove`; a subclass says in ``__call__`` what happens.
 
     It has the signature of the forward that it replaces. A copy of the module, or a pickled one, has that forward
@@ -37,8 +38,8 @@ class Replacement:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __reduce__(self) -> Any:
         return _own_forward, (self.module, self.before)
