@@ -395,7 +395,6 @@ class ForwardBackward(Protocol):
         """Forward and backward of a window's micro-batches, and the step."""
 
     def evaluate(self, engine: Any, next_batch: Callable[[int], Any], num_micro_batches: int) -> tuple[Any, Any]:
-        """(sum of losses, their count) of this rank, in eval mode and without gradients. Of all ranks together the
-        ratio is the mean."""
+        """(sum of losses, their count) of this rank, in eval mode and without gradients; over all ranks: the mean."""
 
     def close(self) -> None: ...

@@ -137,7 +137,8 @@ def _check_company(
                 path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
             )
     if config.pipeline is not None and config.pipeline.partition == "time":
-        refuse(PARTITION, "cutting by measured times is not built here", "time", 'use "parameters" or a list of counts')
+        instead = 'use "parameters" or a list of counts'
+        refuse(PARTITION, "cutting by measured times is not built here", config.pipeline.partition, instead)
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
     if optimizer is not None and optimizer.type in ONE_BIT:

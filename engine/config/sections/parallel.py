@@ -100,7 +100,15 @@ class PipelineSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "stages"
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"properties": {"partition": {"pattern": "^(best|uniform|parameters|time|type:.+)$", "minItems": 1}}},
+        {
+            "properties": {
+                "partition": {
+                    "pattern": "^(best|uniform|parameters|time|type:.+)$",
+                    "minItems": 1,
+                    "items": {"minimum": 1},
+                }
+            }
+        },
     )
 
     stages: int | Literal["auto"] = Field("auto", description='Pipeline stages; "auto" and 1: off.')
