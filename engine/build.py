@@ -66,10 +66,10 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    staged = pipeline.apply(model, registry, blocks, plan, mesh)
-    runs = [blocks] if staged is None else staged.runs
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    staged = pipeline.apply(model, registry, blocks, plan, mesh)
+    runs = [blocks] if staged is None else staged.runs
     slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
     on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
     dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)

@@ -26,7 +26,8 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Case:
-    """``micro_batches``: of a window on one data-parallel rank, each cut into ``pieces`` for the pipeline."""
+    """``micro_batches``: of a window on one data-parallel rank, each cut into ``pieces`` for the pipeline. ``tp`` ranks
+    split the layers of a stage; ``shards``: ranks among which stage 3 cuts them, where there are replicas of those."""
 
     world: int
     pp: int
@@ -36,14 +37,18 @@ class Case:
     micro_batches: int = 4
     partition: Any = "uniform"
     pieces: int = 1
+    tp: int = 1
+    shards: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.schedule}-pp{self.pp}of{self.world}-stage{self.stage}-{self.precision}"
+        split = f"-tp{self.tp}" if self.tp > 1 else ""
+        replicas = f"-in{self.shards}" if self.shards else ""
+        return f"{self.schedule}-pp{self.pp}of{self.world}{split}-stage{self.stage}{replicas}-{self.precision}"
 
     @property
     def num_parts(self) -> int:
-        return self.world // self.pp * self.micro_batches
+        return self.world // (self.pp * self.tp) * self.micro_batches
 
     def config(self) -> dict[str, Any]:
         pipeline: dict[str, Any] = {"stages": self.pp, "schedule": self.schedule, "partition": self.partition}
@@ -51,6 +56,9 @@ class Case:
             pipeline["micro_batches"] = self.micro_batches * self.pieces
         if self.schedule == "interleaved_1f1b":
             pipeline["virtual_stages"] = SCHEDULES[self.schedule]
+        more: dict[str, Any] = {"tensor_parallel": {"size": self.tp}} if self.tp > 1 else {}
+        if self.shards:
+            more["zero_optimization"] = {"mics_shard_size": self.shards}
         return config_of(
             stage=self.stage,
             precision=self.precision,
@@ -58,6 +66,7 @@ class Case:
             clip=CLIP,
             optimizer=SGD,
             pipeline=pipeline,
+            **more,
         )
 
 
@@ -94,9 +103,15 @@ def run_case(case: Case, fault: str | None = None) -> Outcome:
         "elements": sum(p.numel() for p in model_engine.module.parameters()),
         "bytes": dict(report.bytes_by_axis),
     }
-    pieces = pieces_of(model_engine)
+    pieces = pieces_of(model_engine) if case.tp == 1 else whole_pieces(model_engine)
     model_engine.destroy()
     return result, pieces, facts
+
+
+def whole_pieces(model_engine: engine.Engine) -> Pieces:
+    """Parameters of split layers, whole: each rank's in one piece."""
+    whole = model_engine.full_parameters()
+    return [(name, tuple(value.shape), 0, value.float().flatten()) for name, value in whole.items()]
 
 
 def run_with(fault: str, case: Case) -> Outcome | Exception:

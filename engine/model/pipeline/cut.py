@@ -9,6 +9,7 @@ model that uses more than the hidden state (a skip over layers) shows it at once
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,6 +138,15 @@ class StagedModel:
             return self.model(*args, **kwargs)
         finally:
             self._stage = self._received = self._seed = self._output = None
+
+    @contextlib.contextmanager
+    def computing_again(self, seed: Callable[[int | None], None] | None) -> Iterator[None]:
+        """Around a backward, which may compute layers again for their activations: they draw what they drew."""
+        self._seed = seed
+        try:
+            yield
+        finally:
+            self._seed = None
 
     def _show(self, stage: int | None) -> None:
         """Put the layers of ``stage`` in their places, gates for all others; None: every layer of this rank.
@@ -269,9 +279,11 @@ def _drop(model: nn.Module, registry: ParameterRegistry, plan: Plan, device: tor
             if info is None or info.index not in absent:
                 continue
             delattr(module, key)
+            if info.cut is not None:  # what is not here needs no tp peers either: the class's own forward
+                module.__dict__.pop("forward", None)
             dtype = compute_dtype(info.dtype, plan.precision)
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-            module.__dict__[key] = nothing.expand(info.shape)
+            module.__dict__[key] = nothing.expand(info.global_shape)
     registry.free(absent)
 
 

@@ -113,7 +113,7 @@ class SharedAcrossStages:
             if shard.parameter.grad is not None:
                 number = len(self._holders[shard.info.index])
                 squares = sum_of_squares(shard.parameter.grad.reshape(-1), exact)
-                surplus += squares * ((number - 1) / number / self._replicas)
+                surplus += squares * ((number - 1) / number / shard.info.num_copies / self._replicas)
         return torch.where(total.isfinite(), total - surplus, total)
 
     def zero_gradients(self) -> None:
