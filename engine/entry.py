@@ -19,6 +19,7 @@ from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
+from engine.model.pipeline.module import overrides_of
 from engine.mpu import ModelParallelUnit
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan, usable
@@ -66,7 +67,8 @@ def initialize(
         hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
     environment = _environment()
-    found = examine(_config_source(args, config, config_params), auto=auto)
+    source = _config_source(args, config, config_params)
+    found = examine(source, auto=auto, overrides=overrides_of(model, source, auto))
     loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))

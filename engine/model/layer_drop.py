@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +55,11 @@ def apply(
             SECTION,
             type(model).__name__,
         )
+    if takes_theta and plan.pipeline is not None:
+        raise EngineError(
+            f"{SECTION}: {type(model).__name__}.forward takes pld_theta and would leave layers out by itself; under "
+            f"pipeline.stages {plan.degrees.pp} no stage knows those of the others. Switch the section off"
+        )
     if not takes_theta and not blocks:
         raise EngineError(
             f"{SECTION}: {type(model).__name__} has no repeated blocks that could be left out; name their container "
@@ -87,6 +92,8 @@ class LayerDrop:
         self._under_way: Drawn | None = None
         self._last: Drawn | None = None
         self._answering: Drawn | None = None
+        self._by_passage: dict[Hashable, Drawn] = {}
+        """Of the micro-batches through this rank's pipeline stages, in the window under way."""
         self._replacements: list[Replacement] = []
 
     def get_theta(self) -> float:
@@ -105,7 +112,9 @@ class LayerDrop:
             self._replacements = [HandedTheta(self, model)]
         elif self.plan.theta < 1.0 and self.plan.gamma > 0.0:
             names = {module: name for name, module in model.named_modules()}
-            gates = [Gate(self, block, names[block], index) for index, block in enumerate(self._blocks)]
+            # of a model that is cut into stages the others' blocks are not in it
+            here = [(index, block) for index, block in enumerate(self._blocks) if block in names]
+            gates = [Gate(self, block, names[block], index) for index, block in here]
             self._replacements = [MarkedForward(self, model), *gates]
         for replacement in self._replacements:
             replacement.put()
@@ -131,6 +140,8 @@ class LayerDrop:
 
     def gates(self) -> Drawn | None:
         """Of the training forward under way, or of the one whose activations a backward computes again."""
+        if self._saved_work.passage is not None:
+            return self._by_passage.get(self._saved_work.passage)
         return self._under_way or (self._answering or self._last if in_backward() else None)
 
     def skip(self, drawn: Drawn, index: int) -> None:
@@ -142,6 +153,8 @@ class LayerDrop:
     @contextmanager
     def training_forward(self, num_tokens: int) -> Iterator[Drawn]:
         """Around a training forward of the model, of so many tokens (local)."""
+        if self._saved_work.passage is not None:
+            self._by_passage[self._saved_work.passage] = self.draw(num_tokens)
         around, drawn = self._under_way, self.gates() or self.draw(num_tokens)
         self._under_way = drawn
         try:

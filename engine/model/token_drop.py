@@ -123,12 +123,15 @@ class TokenDrop:
         self._under_way: Forward | None = None
         self._forwards: dict[int, Forward] = {}
         self._replacements: list[Replacement] = []
-        self._last_kept = 0
+        self._last_kept, self._is_here = 0, True
 
     def install(self, model: nn.Module, blocks: Mapping[int, nn.Module]) -> None:
         """Replace the forwards of ``model`` and of the ``blocks``, by their layer."""
         names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
-        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in blocks.items()]
+        # of a model that is cut into stages the others' blocks are not in it
+        here = [(layer, block) for layer, block in blocks.items() if block in names]
+        self._is_here = bool(here)
+        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in here]
         self._replacements = [ModelForward(self, model), *on_tokens]
         for replacement in self._replacements:
             replacement.put()
@@ -143,7 +146,8 @@ class TokenDrop:
         return int(difficulty_at(self.section.schedule, applied_steps))
 
     def scalars(self) -> Mapping[str, float]:
-        return {SCALAR: float(self._last_kept)} if self._last_kept else {}
+        kept = self._last_kept if self._is_here else self.num_kept(self.saved_work.place().applied_steps)
+        return {SCALAR: float(kept)} if kept else {}
 
     @contextmanager
     def training_forward(self) -> Iterator[None]:
@@ -163,6 +167,9 @@ class TokenDrop:
 
         A forward is computed again with the generator as it was, so the seed tells which one it is.
         """
+        if self.saved_work.passage is not None and in_backward():
+            place = self.saved_work.place()
+            return Forward(place, self.num_kept(place.applied_steps)), True
         if not in_backward():
             return None if self._under_way is None else (self._under_way, False)
         if not self._forwards:
@@ -180,7 +187,7 @@ class TokenDrop:
     def positions(self, forward: Forward, layer: int, tokens: Tokens, shared: bool, device: torch.device) -> Tensor:
         """int64 (samples, kept), ascending; with ``shared`` the same for all samples of the micro-batch."""
         place, size = forward.place, self._micro_batch_size
-        first = (place.micro_step * self._dp_size + self._dp_rank) * size
+        first = (place.micro_step * self._dp_size + self._dp_rank) * size + place.first_sample
         # more samples than a micro-batch has: sequences that a curriculum split
         samples = (
             [(first, 0)] * tokens.num_samples

@@ -55,6 +55,11 @@ def tensor_plan_of(
 
 def _check_sequence(tensor_plan: TensorPlan, plan: Plan) -> None:
     """What the plan of the config checks of a tensor plan that stands in it, for one that the model brings."""
+    if tensor_plan.sequence and plan.pipeline is not None:
+        raise EngineError(
+            "model.tensor_plan: norms on shards of the sequence hand shards to the next block, and under "
+            f"pipeline.stages {plan.degrees.pp} hidden states travel whole; leave the norms out of the plan"
+        )
     if tensor_plan.sequence and (others := cutting_blocks_out(plan.config)):
         raise EngineError(
             f"model.tensor_plan: norms on shards of the sequence need every block on all tokens, and {others[0]} "
