@@ -20,9 +20,8 @@ from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
+from engine.model import transforms, zero
 from engine.model.blocks import find_blocks
-from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -62,11 +61,10 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
-    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
-    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
-    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
+    transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
+    slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
+    on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)
+    dropped = transforms.drop_layers(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
     reduction = data_parallel.reduction
 
