@@ -15,6 +15,7 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from engine.plan.placement import AXES, axes_in_order, coordinates
 
 __all__ = ["AXES", "Mesh", "coordinates", "is_gloo_alone", "join_process_group"]
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_device_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
 SLICE_AXES = ("cp", "sp")
 """Their ranks share the samples and split the sequences."""
 
@@ -102,9 +104,7 @@ class Mesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """The torch mesh over ``axes`` (none of the slices') of more than one rank, in mesh order."""
         if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(
-                self.device.type, tuple(self._sizes[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
-            )
+            self._device_mesh = _mesh_over({axis: self._sizes[axis] for axis in self._split}, self.device)
         wanted = tuple(axis for axis in self._split if axis in axes)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
@@ -130,15 +130,26 @@ class Mesh:
 
     def _slice_group(self, axis: str) -> dist.ProcessGroup:
         if self._slice_mesh is None:
-            split = tuple(name for name in self.order if self.degrees[name] > 1)
-            sizes = tuple(self.degrees[name] for name in split)
-            self._slice_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=split)
+            split = {axis: self.degrees[axis] for axis in self.order if self.degrees[axis] > 1}
+            self._slice_mesh = _mesh_over(split, self.device)
         return self._slice_mesh[axis].get_group() if self._slice_mesh.ndim > 1 else self._slice_mesh.get_group()
 
     def background_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
         call it; None where this rank is alone."""
         return dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+
+def _mesh_over(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    """One mesh for all engines that lay the same ranks out alike: torch ends groups with the process group alone, and
+    each has sockets and a thread (gloo), or a communicator with buffers (NCCL)."""
+    world = dist.group.WORLD
+    assert world is not None
+    meshes = _device_meshes.setdefault(world, {})
+    layout = (device.type, tuple(sizes.items()))
+    if layout not in meshes:
+        meshes[layout] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return meshes[layout]
 
 
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:
