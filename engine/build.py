@@ -62,11 +62,13 @@ def build(
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
     transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
+    staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
+    runs = [blocks] if staged is None else staged.runs
     slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
     on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)
     dropped = transforms.drop_layers(model, blocks, plan, saved_work, mesh.rank)
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
-    reduction = data_parallel.reduction
+    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity)
+    reduction = transforms.share_over_stages(data_parallel.reduction, registry, data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
@@ -79,7 +81,8 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    windows = transforms.run_windows(staged, plan, mesh, ledger, reduction)
+    cut_loss_fn = curriculum.around(slices.around(loss_fn or getattr(model, "loss_fn", None)))
     roles = Roles(
         reduction,
         precision,
@@ -87,6 +90,7 @@ def build(
         stepper,
         role,
         curriculum,
+        windows,
         cut_loss_fn,
         saved_work,
         num_layers=len(blocks),
@@ -99,10 +103,9 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        empty=[info for info in registry.infos if not info.numel],
         buffers=partial(persistent_buffers, model),
         optimizer=stepper,
-        aliases=registry.aliases,
+        registry=registry,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
         layout=SavedLayout(

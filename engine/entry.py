@@ -68,7 +68,8 @@ def initialize(
         hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
     environment = _environment()
-    found = examine(_config_source(args, config, config_params), auto=auto)
+    source = _config_source(args, config, config_params)
+    found = examine(source, auto=auto, overrides=_overrides(model, source, auto))
     loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
@@ -164,6 +165,14 @@ def _environment() -> RankEnvironment:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
     return RankEnvironment(dist.get_rank(), local_rank, size, local_size, launcher="torchrun")
+
+
+def _overrides(model: nn.Module, source: ConfigSource, auto: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not getattr(model, "is_layer_sequence", False):
+        return {}
+    from engine.model.pipeline.module import overrides_of
+
+    return overrides_of(model, source, auto)
 
 
 def _model_parallel_unit(mpu: Any, environment: RankEnvironment) -> ModelParallelUnit:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
@@ -19,6 +19,8 @@ from engine.contracts import (
     Clipping,
     Curriculum,
     EngineError,
+    ForwardBackward,
+    LossSum,
     Place,
     Precision,
     Reduction,
@@ -35,6 +37,7 @@ from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
 from engine.window import Window
+from engine.window_checks import check_loss
 
 if TYPE_CHECKING:
     from engine.model.layer_drop import LayerDrop
@@ -53,6 +56,7 @@ class Roles:
     optimizer: EngineOptimizer | None
     schedule: Schedule
     curriculum: Curriculum
+    forward_backward: ForwardBackward
     loss_fn: Callable[..., Any] | None = None
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
@@ -91,6 +95,19 @@ class Surface:
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
         self._window = Window()
+
+    def _note_loss(self, loss: Tensor | LossSum, copies: int = 1, share: float = 1.0) -> Tensor:
+        """Count the loss of a micro-batch into the window; returns what a backward begins at, unscaled.
+
+        ``copies``: of how many ranks this one is the only one that has it. ``share``: of a mean in the window's sum.
+        """
+        window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
+        check_loss(value, isinstance(loss, LossSum), window)
+        if isinstance(loss, LossSum):
+            window.count, window.num_counted = window.count + loss.count * copies, window.num_counted + 1
+            share = 1.0
+        window.add_loss(value.detach().float() * (copies * share), is_divided=False)
+        return value
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group; answers before the first step too."""
@@ -300,11 +317,13 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        self.roles.forward_backward.close()
         if self.roles.layer_drop is not None:
             self.roles.layer_drop.close()
         if self.roles.token_drop is not None:
             self.roles.token_drop.close()
-        release(self.module, self.parameter_registry)
+        if not self.parameter_registry.absent():  # a model cut over pipeline stages stays cut
+            release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

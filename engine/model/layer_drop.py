@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,11 @@ def apply(
             SECTION,
             type(model).__name__,
         )
+    if takes_theta and plan.pipeline is not None:
+        raise EngineError(
+            f"{SECTION}: {type(model).__name__}.forward takes pld_theta and would leave layers out by itself; under "
+            f"pipeline.stages {plan.degrees.pp} no stage knows those of the others. Switch the section off"
+        )
     if not takes_theta and not blocks:
         raise EngineError(
             f"{SECTION}: {type(model).__name__} has no repeated blocks that could be left out; name their container "
@@ -88,6 +93,8 @@ class LayerDrop(ReplacedForwards[Drawn]):
         self._seed, self._blocks, self._saved_work = seed, list(blocks), saved_work or SavedWork()
         self._last: Drawn | None = None
         self._answering: Drawn | None = None
+        self._by_passage: dict[Hashable, Drawn] = {}
+        """Of the micro-batches through this rank's pipeline stages, in the window under way."""
 
     def get_theta(self) -> float:
         """Theta of the step under way."""
@@ -105,7 +112,9 @@ class LayerDrop(ReplacedForwards[Drawn]):
             self._put(HandedTheta(self, model))
         elif self.plan.theta < 1.0 and self.plan.gamma > 0.0:
             names = {module: name for name, module in model.named_modules()}
-            gates = [Gate(self, block, names[block], index) for index, block in enumerate(self._blocks)]
+            # of a model that is cut into stages the others' blocks are not in it
+            here = [(index, block) for index, block in enumerate(self._blocks) if block in names]
+            gates = [Gate(self, block, names[block], index) for index, block in here]
             self._put(MarkedForward(self, model), *gates)
 
     def draw(self, num_tokens: int = 0) -> Drawn:
@@ -124,13 +133,24 @@ class LayerDrop(ReplacedForwards[Drawn]):
 
     def gates(self) -> Drawn | None:
         """Of the training forward under way, or of the one whose activations a backward computes again."""
-        return self.under_way or (self._answering or self._last if in_backward() else None)
+        if self.under_way is not None or not in_backward():
+            return self.under_way
+        if self._saved_work.passage is not None:
+            return self._by_passage.get(self._saved_work.passage)
+        return self._answering or self._last
 
     def skip(self, drawn: Drawn, index: int) -> None:
         """The block was left out; the ledger has it once a forward."""
         if index not in drawn.counted:
             drawn.counted.add(index)
             self._saved_work.skip_layer(drawn.num_tokens)
+
+    def begin(self, num_tokens: int) -> Drawn:
+        """A training forward of the model, of so many tokens (local)."""
+        drawn = self.gates() or self.draw(num_tokens)
+        if self._saved_work.passage is not None:
+            self._by_passage[self._saved_work.passage] = drawn
+        return drawn
 
     def announce(self, output: Any, drawn: Drawn) -> None:
         """A backward through ``output`` needs these gates again if it recomputes activations, whatever forwards came
@@ -165,7 +185,7 @@ class MarkedForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self.module.training and torch.is_grad_enabled()
-        drawn = self._drop.gates() or self._drop.draw(count_tokens((args, kwargs))) if trains else None
+        drawn = self._drop.begin(count_tokens((args, kwargs))) if trains else None
         with self._drop.inside(drawn):
             output = self.inner(*args, **kwargs)
         if drawn is not None:

@@ -122,12 +122,15 @@ class TokenDrop(ReplacedForwards[Forward]):
         self.section, self.seed, self.saved_work = section, seed, saved_work
         self._micro_batch_size, self._dp_size, self._dp_rank = first_sample
         self._forwards: dict[int, Forward] = {}
-        self._last_kept = 0
+        self._last_kept, self._is_here = 0, True
 
     def install(self, model: nn.Module, blocks: Mapping[int, nn.Module]) -> None:
         """Replace the forwards of ``model`` and of the ``blocks``, by their layer."""
         names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
-        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in blocks.items()]
+        # of a model that is cut into stages the others' blocks are not in it
+        here = [(layer, block) for layer, block in blocks.items() if block in names]
+        self._is_here = bool(here)
+        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in here]
         self._put(ModelForward(self, model), *on_tokens)
 
     def num_kept(self, applied_steps: int) -> int:
@@ -135,7 +138,8 @@ class TokenDrop(ReplacedForwards[Forward]):
         return int(difficulty_at(self.section.schedule, applied_steps))
 
     def scalars(self) -> Mapping[str, float]:
-        return {SCALAR: float(self._last_kept)} if self._last_kept else {}
+        kept = self._last_kept if self._is_here else self.num_kept(self.saved_work.place().applied_steps)
+        return {SCALAR: float(kept)} if kept else {}
 
     def begin(self) -> Forward:
         """A training forward of the model, for which the engine has seeded the generators."""
@@ -151,6 +155,9 @@ class TokenDrop(ReplacedForwards[Forward]):
 
         A forward is computed again with the generator as it was, so the seed tells which one it is.
         """
+        if self.saved_work.passage is not None and in_backward():
+            place = self.saved_work.place()
+            return Forward(place, self.num_kept(place.applied_steps)), True
         if not in_backward():
             return None if self.under_way is None else (self.under_way, False)
         if not self._forwards:
@@ -168,7 +175,7 @@ class TokenDrop(ReplacedForwards[Forward]):
     def positions(self, forward: Forward, layer: int, tokens: Tokens, shared: bool, device: torch.device) -> Tensor:
         """int64 (samples, kept), ascending; with ``shared`` the same for all samples of the micro-batch."""
         place, size = forward.place, self._micro_batch_size
-        first = (place.micro_step * self._dp_size + self._dp_rank) * size
+        first = (place.micro_step * self._dp_size + self._dp_rank) * size + place.first_sample
         # more samples than a micro-batch has: sequences that a curriculum split
         samples = (
             [(first, 0)] * tokens.num_samples

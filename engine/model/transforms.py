@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from engine.collectives.ledger import Ledger
-from engine.contracts import SavedWork, Slices, WholeSequences
+from engine.contracts import ForwardBackward, Reduction, SavedWork, Slices, WholeSequences
 from engine.mesh import Mesh
+from engine.model.forward_backward import OneByOne
+from engine.model.zero import ParameterShard
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan
 
 if TYPE_CHECKING:
     from engine.model.layer_drop import LayerDrop
+    from engine.model.pipeline.cut import StagedModel
     from engine.model.token_drop import TokenDrop
 
 
@@ -41,6 +44,44 @@ def split_layers(
 
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     return apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+
+
+def cut_stages(
+    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
+) -> StagedModel | None:
+    """The pipeline stages of this rank; None without a pipeline."""
+    if plan.pipeline is None:
+        return None
+    from engine.model.pipeline.cut import apply
+
+    return apply(model, registry, blocks, plan, mesh)
+
+
+def share_over_stages(
+    reduction: Reduction,
+    registry: ParameterRegistry,
+    frozen: Sequence[ParameterShard],
+    mesh: Mesh,
+    ledger: Ledger,
+) -> Any:
+    """``reduction`` itself where no parameter of this rank is on another pipeline rank too."""
+    holders = registry.shared()
+    if not holders:
+        return reduction
+    from engine.model.pipeline.shared import SharedAcrossStages
+
+    return SharedAcrossStages(reduction, holders, frozen, mesh, ledger)
+
+
+def run_windows(
+    staged: StagedModel | None, plan: Plan, mesh: Mesh, ledger: Ledger, reduction: Reduction
+) -> ForwardBackward:
+    """The role that runs whole windows: by the schedule of a pipeline, else one micro-batch after the other."""
+    if staged is None:
+        return OneByOne()
+    from engine.model.pipeline.schedule_runner import ScheduleRunner
+
+    return ScheduleRunner(staged, plan, mesh, ledger, reduction)
 
 
 def slice_sequences(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, ledger: Ledger) -> Slices:

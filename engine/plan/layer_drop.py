@@ -44,16 +44,6 @@ def resolve_layer_drop(config: Config, findings: Findings) -> LayerDropPlan | No
         findings.resolved(f"{SECTION}.gamma", section.gamma),
         section.compat == "deepspeed",
     )
-    pipeline = config.pipeline
-    if pipeline is not None and pipeline.stages not in ("auto", 0, 1):
-        findings.problem(
-            f"{SECTION}.enabled",
-            "layers cannot be dropped under a pipeline, whose stages would wait for the fullest one; pipeline.stages "
-            f"is {pipeline.stages} ({findings.source('pipeline.stages')})",
-            found=True,
-            allowed="false",
-            repair="switch off one of the two",
-        )
     _note_reach(result, config, findings)
     return result
 

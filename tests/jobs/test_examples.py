@@ -68,3 +68,13 @@ def test_torchruns_ranks_are_joined(small: Arguments, whole_run: tuple[Path, Fin
     assert "2 ranks (torchrun variables)" in finished.out
     assert finished.out.count("a sample of 40 characters") == 1
     assert column(output, "loss") == pytest.approx(column(expected, "loss"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_pipeline_example_runs_on_four_ranks(tmp_path: Path) -> None:
+    config, output = EXAMPLES / "pipeline_gpt" / "config.json", tmp_path / "output"
+    arguments = ["--config", str(config), "--nproc", "4", "--output", str(output), "--set", "training.steps=2"]
+    finished = run([str(ROOT / "bin" / "ptrain"), *arguments], command=(sys.executable,))
+    assert finished.code == 0, finished.err
+    assert "mesh       pp 2 x dp_shard 2" in finished.out
+    assert len(column(output, "loss")) == 2

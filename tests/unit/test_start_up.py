@@ -16,6 +16,7 @@ PARTS = {
     "random_ltd": ("engine.model.token_drop", "engine.model.token_layout", "engine.model.token_probe"),
     "progressive_layer_drop": ("engine.model.layer_drop",),
     "more than one of these": ("engine.model.hidden_state", "engine.model.replacement"),
+    "pipeline": ("engine.model.pipeline",),
     "ptrain plan": (
         "engine.model.describe",
         "engine.model.measure",
