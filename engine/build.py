@@ -20,13 +20,8 @@ from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
+from engine.model import transforms, zero
 from engine.model.blocks import find_blocks
-from engine.model.forward_backward import OneByOne
-from engine.model.pipeline import cut as pipeline
-from engine.model.pipeline.schedule_runner import ScheduleRunner
-from engine.model.pipeline.shared import share_over_stages
-from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -66,15 +61,14 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
-    staged = pipeline.apply(model, registry, blocks, plan, mesh)
+    transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
+    staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
     runs = [blocks] if staged is None else staged.runs
-    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
-    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
-    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
+    slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
+    on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)
+    dropped = transforms.drop_layers(model, blocks, plan, saved_work, mesh.rank)
     data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity)
-    reduction = share_over_stages(data_parallel.reduction, registry.shared(), data_parallel.frozen, mesh, ledger)
+    reduction = transforms.share_over_stages(data_parallel.reduction, registry, data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
@@ -87,7 +81,7 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    windows = OneByOne() if staged is None else ScheduleRunner(staged, plan, mesh, ledger, reduction)
+    windows = transforms.run_windows(staged, plan, mesh, ledger, reduction)
     cut_loss_fn = curriculum.around(slices.around(loss_fn or getattr(model, "loss_fn", None)))
     roles = Roles(
         reduction,

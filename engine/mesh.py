@@ -92,6 +92,15 @@ class Mesh:
             return self.coordinates["dp_shard"]
         return self.token_rank % self.shard_size
 
+    def check_parts_known(self, what: str) -> None:
+        """Raises EngineError where this rank's parts are of a split that its caller has made."""
+        if self.split_by_caller:
+            raise EngineError(
+                f"{what}: the model is split by its caller (mpu), so how its parts make up whole parameters is not "
+                "known here; save and load engine.module.state_dict() on each model-parallel rank, under its rank in "
+                "the name"
+            )
+
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """The torch mesh over ``axes`` (none of the slices') of more than one rank, in mesh order."""
         if self._device_mesh is None:

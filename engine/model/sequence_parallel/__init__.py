@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.contracts import EngineError, Slices, WholeSequences
+from engine.contracts import EngineError
 from engine.mesh import Mesh
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention
 from engine.model.sequence_parallel.hugging_face import HuggingFace
@@ -25,11 +25,9 @@ from engine.plan import Plan
 __all__ = ["apply"]
 
 
-def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, ledger: Ledger) -> Slices:
+def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, ledger: Ledger) -> SequenceSlices:
     """Divert the attention of ``model`` and of its ``blocks``. Raises EngineError, on all ranks alike, for a model that
     takes no positions, looks along the sequence by other means, or whose attention cannot be replaced."""
-    if mesh.num_slices == 1:
-        return WholeSequences()
     _check_model(model)
     degrees, place = mesh.degrees, mesh.coordinates
     layout = Layout(degrees["cp"], degrees["sp"], place["cp"], place["sp"])

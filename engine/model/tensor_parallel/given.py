@@ -28,16 +28,12 @@ def tensor_plan_of(
     mesh: Mesh,
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
-) -> TensorPlan | None:
-    """None on one tp rank, and for a model that its caller has split.
-
-    Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+) -> TensorPlan:
+    """How ``model`` is split; rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
     A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
-    if mesh.degrees["tp"] == 1 or mesh.split_by_caller:
-        return None
     settings = plan.config.tensor_parallel
     own = getattr(model, "tensor_plan", None)
     if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
