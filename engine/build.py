@@ -20,9 +20,8 @@ from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
+from engine.model import transforms, zero
 from engine.model.blocks import find_blocks
-from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -62,14 +61,15 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    sequence_parallel.check(model, blocks, plan)
-    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
-    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
-    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
-    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
-    reduction = data_parallel.reduction
+    transforms.check_slices(model, blocks, plan)
+    transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
+    staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
+    runs = [blocks] if staged is None else staged.runs
+    slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
+    on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)
+    dropped = transforms.drop_layers(model, blocks, plan, saved_work, mesh.rank)
+    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity)
+    reduction = transforms.share_over_stages(data_parallel.reduction, registry, data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
@@ -82,7 +82,8 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    windows = transforms.run_windows(staged, plan, mesh, ledger, reduction)
+    cut_loss_fn = curriculum.around(slices.around(loss_fn or getattr(model, "loss_fn", None)))
     roles = Roles(
         reduction,
         precision,
@@ -90,6 +91,7 @@ def build(
         stepper,
         role,
         curriculum,
+        windows,
         cut_loss_fn,
         saved_work,
         num_layers=len(blocks),
@@ -102,10 +104,9 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        empty=[info for info in registry.infos if not info.numel],
         buffers=partial(persistent_buffers, model),
         optimizer=stepper,
-        aliases=registry.aliases,
+        registry=registry,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
         layout=SavedLayout(

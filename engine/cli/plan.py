@@ -53,6 +53,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
     columns = terminal_columns()
     print(render_plan(resolved, columns))
+    if resolved.pipeline is not None:
+        from engine.cli.pipeline_picture import describe_pipeline
+
+        print(describe_pipeline(resolved))
     if config.not_built:
         print(f"valid, not built here: {', '.join(config.not_built)}")
     if made is not None:

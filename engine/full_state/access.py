@@ -328,10 +328,13 @@ class FullState(ABC):
 
     def _gather(self, pieces: list[Piece]) -> dict[Any, Tensor]:
         """By key (a parameter's name, or a tuple that begins with it), whole on every rank."""
-        shards, parts = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "tp"))
+        shards, parts, stages = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "tp", "pp"))
         with self.ledger.apart("state"):
             whole = gather_whole(pieces, shards, self.mesh.device)
-            return join_parts(whole, self._cuts(whole), parts, self.mesh.device)
+            whole = join_parts(whole, self._cuts(whole), parts, self.mesh.device)
+            if stages.size == 1:
+                return whole
+            return gather_whole([Piece(k, tuple(t.shape), 0, t) for k, t in whole.items()], stages, self.mesh.device)
 
     def _cuts(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Cut]:
         """How those of ``tensors`` that are parts of layers split over tp ranks lie over them."""

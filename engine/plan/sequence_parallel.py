@@ -41,8 +41,6 @@ def check_slices(
     path = SP if sp > 1 else CP
     if optimizer is not None and optimizer.type in ONE_BIT:
         _refuse(path, f"{optimizer.type}, which averages momentum over ranks that see whole sequences", findings)
-    if degrees.pp > 1:
-        _refuse(path, "pipeline.stages, whose stages see no batch that could be cut", findings)
 
 
 def _refuse(path: str, what: str, findings: Findings) -> None:

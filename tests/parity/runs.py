@@ -85,9 +85,12 @@ def run_steps(
     result = Result()
     accumulation, mesh = model_engine.gradient_accumulation_steps(), model_engine.mesh
     for step in range(first, first + steps):
-        for micro in range(accumulation):
-            index = micro * mesh.dp_size + mesh.dp_rank
-            model_engine.backward(model_engine(**part(batch(step), index, accumulation * mesh.dp_size)))
+        indices = [micro * mesh.dp_size + mesh.dp_rank for micro in range(accumulation)]
+        parts = [part(batch(step), index, accumulation * mesh.dp_size) for index in indices]
+        if mesh.degrees["pp"] > 1:
+            model_engine.train_batch(iter(parts))
+        for micro_batch in parts if mesh.degrees["pp"] == 1 else ():
+            model_engine.backward(model_engine(**micro_batch))
             model_engine.step()
         report = model_engine.last_report
         assert report is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.contracts import EngineError, Slices, WholeSequences
+from engine.contracts import EngineError
 from engine.mesh import Mesh
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention
 from engine.model.sequence_parallel.distributed_attention import DistributedAttention
@@ -28,11 +28,9 @@ from engine.plan.sequence_parallel import SP, heads_problem
 __all__ = ["apply", "check"]
 
 
-def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, ledger: Ledger) -> Slices:
+def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, ledger: Ledger) -> SequenceSlices:
     """Divert the attention of ``model`` and of its ``blocks``. Raises EngineError, on all ranks alike, for a model
     whose attention cannot be replaced."""
-    if mesh.num_slices == 1:
-        return WholeSequences()
     degrees, place = mesh.degrees, mesh.coordinates
     layout = Layout(degrees["cp"], degrees["sp"], place["cp"], place["sp"])
     cp, sp = ShardGroup.of(mesh, "cp", ledger), ShardGroup.of(mesh, "sp", ledger)
@@ -47,10 +45,7 @@ def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh,
 def check(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
     """Before tensor parallelism changes the model. Raises EngineError, on all ranks alike, for one that takes no
     positions, looks along the sequence by other means than attention, or has heads that sp ranks cannot share."""
-    degrees = plan.degrees
-    if degrees.slices == 1:
-        return
-    if wrong := heads_problem(split_sizes(model, blocks).num_heads, degrees.sp, degrees.tp):
+    if wrong := heads_problem(split_sizes(model, blocks).num_heads, plan.degrees.sp, plan.degrees.tp):
         raise EngineError(f"{SP}: {'; '.join(wrong)}")
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -29,16 +29,12 @@ def tensor_plan_of(
     mesh: Mesh,
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
-) -> TensorPlan | None:
-    """None on one tp rank, and for a model that its caller has split.
-
-    Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+) -> TensorPlan:
+    """How ``model`` is split; rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
     A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
-    if mesh.degrees["tp"] == 1 or mesh.split_by_caller:
-        return None
     settings = plan.config.tensor_parallel
     if own := own_tensor_plan(model, settings):
         _check_sequence(own, plan)
@@ -62,6 +58,11 @@ def own_tensor_plan(model: nn.Module, settings: TensorParallelSection | None) ->
 
 def _check_sequence(tensor_plan: TensorPlan, plan: Plan) -> None:
     """What the plan of the config checks of a tensor plan that stands in it, for one that the model brings."""
+    if tensor_plan.sequence and plan.pipeline is not None:
+        raise EngineError(
+            "model.tensor_plan: norms on shards of the sequence hand shards to the next block, and under "
+            f"pipeline.stages {plan.degrees.pp} hidden states travel whole; leave the norms out of the plan"
+        )
     if tensor_plan.sequence and (others := cutting_blocks_out(plan.config)):
         raise EngineError(
             f"model.tensor_plan: norms on shards of the sequence need every block on all tokens, and {others[0]} "

@@ -1,0 +1,91 @@
+"""What a model is cut into: a list of layers called one after the other, and what is around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from engine.config.messages import EngineError
+from engine.plan.partition import Layer
+from engine.torch_compat import children_of
+
+Place = Literal["first", "last", "both"]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """``container`` (a `Sequential`, `ModuleList`, ...) holds the layers under ``keys``, in the order of the calls;
+    ``path`` is its name in the model, '' for the model itself. ``order``: module name -> place of registration."""
+
+    container: nn.Module
+    keys: tuple[str, ...]
+    path: str
+    order: Mapping[str, int]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [children_of(self.container)[key] for key in self.keys]  # type: ignore[misc]
+
+    def name(self, position: int) -> str:
+        return f"{self.path}.{self.keys[position]}" if self.path else self.keys[position]
+
+    def position_of(self, name: str) -> int | None:
+        """The layer that the parameter or buffer ``name`` belongs to; None for what is around the layers."""
+        inside = name.removeprefix(f"{self.path}.") if self.path else name
+        if self.path and inside == name:
+            return None
+        key = inside.partition(".")[0]
+        return self.keys.index(key) if key in self.keys and "." in inside else None
+
+
+def find_layers(model: nn.Module, blocks: Sequence[nn.Module], path: str | None) -> Layers:
+    """The layers of ``model``: those of a sequence (`nn.Sequential`, `engine.PipelineModule`) unless ``path`` (config
+    ``model.blocks``) names others; else the container of its repeated ``blocks``.
+
+    Raises EngineError for a model that has neither.
+    """
+    is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    if path is None and (is_sequence or getattr(model, "is_layer_sequence", False)):
+        return Layers(model, tuple(key for key, layer in children_of(model).items() if layer is not None), "", order)
+    wanted = set(blocks)
+    for name, module in model.named_modules():
+        keys = tuple(key for key, child in children_of(module).items() if child in wanted)
+        if wanted and set(module.children()) >= wanted and len(keys) >= len(wanted):
+            return Layers(module, keys, name, order)
+    raise EngineError(
+        f"pipeline.stages: {type(model).__name__} has no list of repeated blocks to cut between; name its container "
+        "with model.blocks, or give the model as nn.Sequential or engine.PipelineModule"
+    )
+
+
+def place_of(model: nn.Module, layers: Layers, name: str) -> Place:
+    """Which stages need the parameter or buffer ``name``, which is around the layers.
+
+    What is registered behind the layers is used behind them; embeddings before them. Of anything else (a parameter of
+    the model itself, a norm that was registered early) the order of registration does not tell: it stays on both the
+    first and the last stage, and their gradients are added.
+    """
+    owner, _, _ = name.rpartition(".")
+    if layers.path == owner or not owner or layers.path.startswith(f"{owner}."):
+        return "both"
+    if layers.order[owner] > layers.order[layers.path]:
+        return "last"
+    is_embedding = isinstance(model.get_submodule(owner), nn.Embedding)
+    return "first" if is_embedding or "embed" in owner.lower() else "both"
+
+
+def describe(layers: Layers) -> list[Layer]:
+    """The layers as the partition weighs them. A parameter that several layers share counts in each."""
+    return [
+        Layer(layers.name(position), kind_of(layer), sum(p.numel() for p in layer.parameters() if p.requires_grad))
+        for position, layer in enumerate(layers.modules)
+    ]
+
+
+def kind_of(layer: nn.Module) -> str:
+    """The class that ``type:REGEX`` looks at."""
+    return str(getattr(layer, "layer_kind", type(layer).__name__))
