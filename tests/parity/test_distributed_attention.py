@@ -74,8 +74,8 @@ def test_slices_give_what_whole_sequences_give(ranks, world, layout, groups, is_
     for index, expected in enumerate((output.detach(), *(t.grad for t in inputs))):
         found = torch.cat([tensors[index] for tensors, _ in by_rank], layout.index("s"))
         assert (found - expected).abs().max() <= 1e-5
-    token = 4 * WIDTH * HEADS * BATCH * (LENGTH // world) * (world - 1) // world
-    assert {sent for _, sent in by_rank} == {2 * 4 * token}
+    head = 4 * WIDTH * BATCH * (LENGTH // world)  # bytes of one head of a slice
+    assert {sent for _, sent in by_rank} == {2 * (2 * HEADS + 2 * groups) * head * (world - 1) // world}
 
 
 def test_grouped_heads(ranks):
