@@ -44,6 +44,7 @@ bench: $(VENV)/.installed ## measure this engine beside its peers; writes docs/b
 	@$(BIN)/python -m tests.bench.paired --rows ddp,engine-s0,hand-s0,engine-s1,hand-s1,engine-s2,hand-s2,engine-s3,hand-s3 --output docs/benchmarks/in_turn.md
 	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
 	@$(BIN)/python -m tests.bench.checkpoints --output docs/benchmarks/checkpoints.md
+	@$(BIN)/python -m tests.bench.plan_against_real --output docs/benchmarks/plan.md
 
 bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what AdamW learns? goes on where it stopped
 	@$(BIN)/python -m tests.bench.convergence --output docs/benchmarks/one_bit.md $(BENCH_ARGUMENTS)
@@ -51,7 +52,7 @@ bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what Adam
 bench-network: $(VENV)/.installed ## 1-bit optimizers between hosts on a slow network (Linux, root, iproute2)
 	@$(BIN)/python -m tests.bench.slow_network --output docs/benchmarks/slow_network.md $(BENCH_ARGUMENTS)
 
-matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; writes docs/benchmarks/matrix.md
+matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; fills docs/benchmarks/matrix.md
 	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
 
 docs: $(VENV)/.installed ## generate the schema and the config reference

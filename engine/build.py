@@ -61,6 +61,7 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
+    transforms.check_slices(model, blocks, plan)  # of the model as its author wrote it
     transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
     staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
     runs = [blocks] if staged is None else staged.runs

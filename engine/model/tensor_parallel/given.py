@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from engine.config.messages import EngineError
+from engine.config.sections.parallel import TensorParallelSection
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
 from engine.model.tensor_parallel.json_plan import sequence_names
@@ -35,8 +36,7 @@ def tensor_plan_of(
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
     settings = plan.config.tensor_parallel
-    own = getattr(model, "tensor_plan", None)
-    if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
+    if own := own_tensor_plan(model, settings):
         _check_sequence(own, plan)
         return own
     sample = first_samples(training_data, collate_fn)
@@ -47,6 +47,13 @@ def tensor_plan_of(
             log.log(level, "%s", line)
     sequence = sequence_names(model, settings.plan) if settings is not None else ()
     return replace(found.plan, sequence=sequence)
+
+
+def own_tensor_plan(model: nn.Module, settings: TensorParallelSection | None) -> TensorPlan | None:
+    """``model.tensor_plan`` where it counts."""
+    own = getattr(model, "tensor_plan", None)
+    is_written = settings is not None and (settings.plan or settings.partition_config)
+    return own if isinstance(own, TensorPlan) and not is_written else None
 
 
 def _check_sequence(tensor_plan: TensorPlan, plan: Plan) -> None:
