@@ -105,6 +105,36 @@ def test_deepspeeds_scale_and_count(ranks: Any) -> None:
     assert reference.losses != expected(2, "fp32", 1)[0].losses
 
 
+SLICES = {"sp": {"sequence_parallel_size": 2}, "cp": {"parallel": {"context_parallel": 2}}}
+FEW, STEEP = {**SMALL, "num_blocks": 2}, Drop(theta=0.2, gamma=2.0)
+
+
+def run_on_slices(split: str) -> tuple[Result, Pieces, dict[str, Any]]:
+    config = case_config(1, "fp32", 2, STEEP, **SLICES[split])
+    model_engine, *_ = engine.initialize(model=toy_model(**FEW), config=config)
+    result = step_through(model_engine, STEPS)
+    counted = {"layers": model_engine.layers_skipped, "computed": model_engine.tokens_computed}
+    found = result, pieces_of(model_engine), counted
+    model_engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("split", SLICES)
+def test_on_slices_of_sequences(ranks: Any, split: str) -> None:
+    gates = [
+        [STEEP.gate(step, micro, layer, 2, step)[0] for layer in (1, 2)] for step in range(STEPS) for micro in (0, 1)
+    ]
+    assert [False, False] in gates, "no forward passes by all layers"
+    reference = oracle_run(
+        toy_model(**FEW), STEEP, steps=STEPS, num_parts=2, dp=1, optimizer="AdamW", params=DECAYS,
+    )  # fmt: skip
+    counted = recount(STEEP, steps=STEPS, num_layers=2, accumulation=2, dp=1)
+    by_rank = ranks(2).run(run_on_slices, split)
+    assert_equal_to(reference, by_rank)
+    for _, _, found in by_rank:
+        assert found == {"layers": counted.layers, "computed": counted.by_step[-1][1]}
+
+
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
