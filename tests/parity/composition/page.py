@@ -1,0 +1,162 @@
+"""Run the composition matrix and write its page: `make composition`, or `python -m tests.parity.composition.page`.
+
+Cells that were measured at the same commit are not run again, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.bench.process import machine_facts
+from tests.harness import Ranks
+from tests.parity.composition.features import FEATURES, Cell, cells
+from tests.parity.composition.table import (
+    HALF,
+    MUON,
+    Tolerance,
+    deviation_of,
+    refusals,
+    tolerance_of,
+)
+
+PAGE = Path("docs/composition.md")
+RECORD = Path("output/composition.jsonl")
+HEAD = """# Which features go together
+
+Look up two features, one as a row and one as a column: a number says that a run with both gives what it must, and how far
+it was off at most; a letter, that the plan refuses the pair before training, for the reason listed below; a dash, that a
+run has only one of the two.
+
+What it must give is worked out by a plain loop in one process that knows nothing of the engine and does by hand what each
+feature does (`tests/parity/composition/oracle.py`). The number is the largest absolute deviation of the reported losses
+and of all parameters after {steps} steps, in which parameters move by about 0.1. {bounds}
+The 1-bit optimizers average here without rounding to signs: the rounding is compared bit by bit elsewhere
+(`tests/parity/test_one_bit.py`).
+"""
+
+
+def bounds() -> str:
+    def said(tolerance: Tolerance) -> str:
+        return f"{tolerance.losses:.0e} (losses) and {tolerance.parameters:.0e} (parameters)"
+
+    return (
+        f"It may be {said(Tolerance())}; {said(MUON)} for Muon, which computes in bf16; {said(HALF['bf16'])} in bf16 and "
+        f"{said(HALF['fp16'])} in fp16."
+    )
+
+
+def rules() -> dict[str, tuple[str, list[Cell]]]:
+    """Letter -> the rule's sentences, and the pairs that it refuses, by today's plan."""
+    by_sentence: dict[str, list[Cell]] = {}
+    for cell in cells():
+        if found := refusals(cell):
+            by_sentence.setdefault("; ".join(found), []).append(cell)
+    letters = [*string.ascii_lowercase, *(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)]
+    return {
+        letter: (sentence, refused) for letter, (sentence, refused) in zip(letters, by_sentence.items(), strict=False)
+    }
+
+
+def render(measured: Mapping[str, str], facts: str) -> str:
+    """``measured``: a number by the name of each cell that is not refused."""
+    refused = {cell.name: letter for letter, (_, pairs) in rules().items() for cell in pairs}
+    missing = [cell.name for cell in cells() if cell.name not in refused and cell.name not in measured]
+    if missing:
+        raise SystemExit(f"{len(missing)} pairs were not measured, the first is {missing[0]}")
+    lines = [HEAD.format(steps=6, bounds=bounds())]
+    num_equal = len(cells()) - len(refused)
+    lines += [f"{len(cells())} pairs: {num_equal} equal, {len(refused)} refused, nothing else. {facts}", ""]
+    columns = range(1, len(FEATURES))
+    lines += [f"| | {' | '.join(map(str, columns))} |", "| --- |" + " --- |" * len(columns)]
+    names = {cell.name for cell in cells()}
+    for row, feature in enumerate(FEATURES):
+        found = []
+        for other in FEATURES[:row]:
+            name = Cell(other, feature).name
+            found.append("-" if name not in names else refused.get(name) or measured[name])
+        found += [""] * (len(columns) - row)
+        lines.append(f"| {row + 1} {feature.name} | {' | '.join(found)} |")
+    lines += ["", "## Why pairs are refused", ""]
+    for letter, (sentence, pairs) in rules().items():
+        lines.append(f"- **{letter}** ({'; '.join(cell.name for cell in pairs)}): {sentence}.")
+    lines += ["", "## What was run", "", "| | feature | config |", "| --- | --- | --- |"]
+    for number, feature in enumerate(FEATURES, 1):
+        config = f"`{json.dumps(feature.config)}`" if feature.config else ", ".join(sorted(feature.traits))
+        lines.append(f"| {number} | {feature.name} | {config} |")
+    return "\n".join(lines) + "\n"
+
+
+def read(page: str) -> tuple[dict[str, str], str]:
+    """The numbers of a page by the names of their cells, and the facts of its measurement."""
+    lines = page.splitlines()
+    counts = next(line for line in lines if line.endswith(".") and " pairs: " in line)
+    measured = {}
+    for row, feature in enumerate(FEATURES):
+        line = next((line for line in lines if line.startswith(f"| {row + 1} {feature.name} |")), "")
+        for other, found in zip(FEATURES[:row], line.split("|")[2:], strict=False):
+            if found.strip()[:1].isdigit():
+                measured[Cell(other, feature).name] = found.strip()
+    return measured, counts.partition("nothing else. ")[2]
+
+
+def measure(record: Path, only: str) -> dict[str, str]:
+    """Numbers by the names of cells; prints each as it comes, and ends with the first that is not as it must be."""
+    facts = machine_facts()
+    done = _recorded(record, facts["commit"])
+    record.parent.mkdir(parents=True, exist_ok=True)
+    wrong = []
+    ranks = Ranks()
+    with tempfile.TemporaryDirectory() as folder, record.open("a") as kept:
+        for cell in cells():
+            if refusals(cell) or cell.name in done or only not in cell.name:
+                continue
+            try:
+                deviation = deviation_of(cell, ranks, Path(folder))
+            except Exception as error:
+                wrong.append(f"{cell.name}: {error}")
+                print(wrong[-1], flush=True)
+                continue
+            print(f"{cell.name}: {deviation}", flush=True)
+            if not deviation.within(tolerance_of(cell)):
+                wrong.append(f"{cell.name}: {deviation} is not within {tolerance_of(cell)}")
+                continue
+            done[cell.name] = str(deviation)
+            kept.write(json.dumps({"cell": cell.name, "deviation": str(deviation), "commit": facts["commit"]}) + "\n")
+            kept.flush()
+    ranks.shutdown()
+    if wrong:
+        raise SystemExit(f"{len(wrong)} pairs are neither equal nor refused:\n" + "\n".join(wrong))
+    return done
+
+
+def _recorded(record: Path, commit: str) -> dict[str, str]:
+    lines: list[dict[str, Any]] = []
+    if record.exists():
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return {line["cell"]: line["deviation"] for line in lines if line["commit"] == commit}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.composition.page", description=__doc__)
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page")
+    parser.add_argument("--record", type=Path, default=RECORD, help="what was measured, line by line")
+    parser.add_argument("--only", default="", help="measure the pairs with this in their names, and write no page")
+    chosen = parser.parse_args(arguments)
+    measured = measure(chosen.record, chosen.only)
+    if chosen.only:
+        return
+    facts = "Measured: " + ", ".join(f"{name} {value}" for name, value in machine_facts().items()) + "."
+    page = render(measured, facts)
+    chosen.output.write_text(page)
+    print(next(line for line in page.splitlines() if " pairs: " in line))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
