@@ -40,6 +40,7 @@ def _opened(owner: LocalState, names: list[str], modifier_rank: int | None) -> I
     if modifier_rank is not None and not 0 <= modifier_rank < owner.mesh.world_size:
         raise EngineError(f"modifier_rank={modifier_rank} is not a rank: there are {owner.mesh.world_size}")
     registry = owner.parameter_registry
+    owner._bring_together()
     infos = [registry.by_name[name] for name in dict.fromkeys(names)]
     cut = [info for info, parameter in registry.parameters() if info in infos and is_cut(parameter, info)]
     full = owner.full_parameters([info.name for info in cut]) if cut else {}

@@ -61,7 +61,7 @@ def test_no_feature_is_refused_alone() -> None:
         assert plan(load_config(alone.config()), World(alone.world, alone.world)), feature.name
 
 
-def test_a_refusal_names_both_features_and_a_repair() -> None:
+def test_every_refusal_has_a_repair() -> None:
     for cell in cells():
         if not refusals(cell):
             continue

@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from engine.optim.lamb import Lamb
 from tests.parity.composition.features import (
     CLIP,
-    GLOBAL_BATCH,
     LR,
     NUM_BLOCKS,
-    SEQUENCE_LENGTH,
     Cell,
 )
 from tests.parity.composition.model import batch_of, model_of
 from tests.parity.layer_drop_oracle import Drop, gated_loss
 from tests.parity.one_bit_oracle import SLOW, SlowOptimizer
-from tests.parity.token_drop_oracle import _gpt_block as gpt_block
-from tests.parity.token_drop_oracle import kept
+from tests.parity.token_drop_oracle import gpt_block, kept
 from tests.parity.toy import DTYPES, Result, part
 
+# By the steps applied before.
 LENGTHS = (8, 8, 12, 12, 16, 16)
 PIECES = (8, 8, 8, 8, 16, 16)
 KEPT_TOKENS = (4, 4, 8, 8, 12, 16)
@@ -227,4 +225,3 @@ class _ZeroOne(_LeftOut, SLOW["ZeroOneAdam"]):  # type: ignore[misc]
 
 
 SLOWEST: dict[str, Callable[..., SlowOptimizer]] = {"OneBitAdam": _Adam, "ZeroOneAdam": _ZeroOne, "OneBitLamb": _Lamb}
-assert GLOBAL_BATCH % 8 == 0 and SEQUENCE_LENGTH == LENGTHS[-1] == PIECES[-1]

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.bench.process import machine_facts
 from tests.harness import Ranks
-from tests.parity.composition.features import FEATURES, Cell, cells
+from tests.parity.composition.features import FEATURES, STEPS, Cell, cells
 from tests.parity.composition.table import (
     HALF,
     MUON,
@@ -30,15 +30,16 @@ PAGE = Path("docs/composition.md")
 RECORD = Path("output/composition.jsonl")
 HEAD = """# Which features go together
 
-Look up two features, one as a row and one as a column: a number says that a run with both gives what it must, and how far
-it was off at most; a letter, that the plan refuses the pair before training, for the reason listed below; a dash, that a
-run has only one of the two.
+Look up two features, one as a row and one as a column: a number says that a run with both gives what it must, and by
+how much it was off at most; a letter, that the plan refuses the pair before training, for the reason listed below; a
+dash, that a run has only one of the two.
 
-What it must give is worked out by a plain loop in one process that knows nothing of the engine and does by hand what each
-feature does (`tests/parity/composition/oracle.py`). The number is the largest absolute deviation of the reported losses
-and of all parameters after {steps} steps, in which parameters move by about 0.1. {bounds}
-The 1-bit optimizers average here without rounding to signs: the rounding is compared bit by bit elsewhere
-(`tests/parity/test_one_bit.py`).
+What it must give is worked out by a plain loop in one process, which knows nothing of the engine and does by hand what
+each feature does (`tests/parity/composition/oracle.py`). The number is the largest absolute deviation of the reported
+losses and of all parameters after {steps} steps, in which parameters move by about 0.1. {bounds}
+The 1-bit optimizers average here without rounding to signs: the rounding is compared with slow optimizers of its own
+(`tests/parity/test_one_bit.py`). Features that cannot be used at all are listed in
+[config.md](config.md#known-not-built-here).
 """
 
 
@@ -47,21 +48,21 @@ def bounds() -> str:
         return f"{tolerance.losses:.0e} (losses) and {tolerance.parameters:.0e} (parameters)"
 
     return (
-        f"It may be {said(Tolerance())}; {said(MUON)} for Muon, which computes in bf16; {said(HALF['bf16'])} in bf16 and "
-        f"{said(HALF['fp16'])} in fp16."
+        f"It may be {said(Tolerance())}; {said(MUON)} for Muon, which computes in bf16; {said(HALF['bf16'])} in "
+        f"bf16 and {said(HALF['fp16'])} in fp16."
     )
 
 
 def rules() -> dict[str, tuple[str, list[Cell]]]:
-    """Letter -> the rule's sentences, and the pairs that it refuses, by today's plan."""
-    by_sentence: dict[str, list[Cell]] = {}
+    """Letter -> what the plan says, of the first pair, and all pairs that the rule refuses."""
+    by_rule: dict[tuple[str, ...], tuple[str, list[Cell]]] = {}
     for cell in cells():
         if found := refusals(cell):
-            by_sentence.setdefault("; ".join(found), []).append(cell)
+            paths = [sentence.partition(":")[0] for sentence in found]
+            rule = (cell.first.key, cell.second.key, *paths)
+            by_rule.setdefault(rule, ("; ".join(found), []))[1].append(cell)
     letters = [*string.ascii_lowercase, *(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)]
-    return {
-        letter: (sentence, refused) for letter, (sentence, refused) in zip(letters, by_sentence.items(), strict=False)
-    }
+    return dict(zip(letters, by_rule.values(), strict=False))
 
 
 def render(measured: Mapping[str, str], facts: str) -> str:
@@ -70,7 +71,7 @@ def render(measured: Mapping[str, str], facts: str) -> str:
     missing = [cell.name for cell in cells() if cell.name not in refused and cell.name not in measured]
     if missing:
         raise SystemExit(f"{len(missing)} pairs were not measured, the first is {missing[0]}")
-    lines = [HEAD.format(steps=6, bounds=bounds())]
+    lines = [HEAD.format(steps=STEPS, bounds=bounds())]
     num_equal = len(cells()) - len(refused)
     lines += [f"{len(cells())} pairs: {num_equal} equal, {len(refused)} refused, nothing else. {facts}", ""]
     columns = range(1, len(FEATURES))
@@ -85,7 +86,7 @@ def render(measured: Mapping[str, str], facts: str) -> str:
         lines.append(f"| {row + 1} {feature.name} | {' | '.join(found)} |")
     lines += ["", "## Why pairs are refused", ""]
     for letter, (sentence, pairs) in rules().items():
-        lines.append(f"- **{letter}** ({'; '.join(cell.name for cell in pairs)}): {sentence}.")
+        lines.append(f"- **{letter}**, {'; '.join(cell.name for cell in pairs)}: `{sentence}`")
     lines += ["", "## What was run", "", "| | feature | config |", "| --- | --- | --- |"]
     for number, feature in enumerate(FEATURES, 1):
         config = f"`{json.dumps(feature.config)}`" if feature.config else ", ".join(sorted(feature.traits))

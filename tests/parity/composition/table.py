@@ -20,7 +20,7 @@ from tests.parity.composition.oracle import oracle
 from tests.parity.composition.runs import Batch, Seen, order, run
 from tests.parity.toy import Result
 
-TIMEOUT_SECONDS = 240.0
+TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
