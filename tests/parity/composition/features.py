@@ -82,7 +82,7 @@ FEATURES: tuple[Feature, ...] = (
     _trait("recomputed activations", "recomputation", "recomputes"),
     _optimizer("Lamb", "Lamb", lr=LR, betas=[0.9, 0.99], eps=1e-3, weight_decay=0.1),
     _optimizer("Muon", "Muon", lr=LR, weight_decay=0.1, betas=[0.9, 0.99], eps=1e-3),
-    _optimizer("Adafactor", "Adafactor", lr=LR, weight_decay=0.1),
+    _optimizer("Adafactor", "Adafactor", lr=LR, weight_decay=0.1, eps=[1e-2, 1e-3]),
     _optimizer("1-bit Adam", "OneBitAdam", dp=2, freeze_step=2, **_ADAM),
     _optimizer(
         "0/1 Adam", "ZeroOneAdam", dp=2, var_freeze_step=2, var_update_scaler=1, local_step_scaler=2,

@@ -161,10 +161,9 @@ def plain_optimizers(
             torch.optim.Muon(hidden, lr=LR, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
             torch.optim.AdamW(rest, lr=LR, weight_decay=decay, betas=BETAS, eps=params["eps"]),
         ]
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     if kind == "Lamb":
         return [Lamb(masters.values(), **params, max_coeff=10.0, min_coeff=0.01)]
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
     return [getattr(torch.optim, kind)(masters.values(), **params)]
 
 

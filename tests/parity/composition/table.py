@@ -38,9 +38,15 @@ HALF = {"bf16": Tolerance(3e-2, 1e-2, 5e-2), "fp16": Tolerance(4e-3, 2e-3, 1e-2)
 
 
 def tolerance_of(cell: Cell) -> Tolerance:
-    if cell.precision != "fp32":
-        return HALF[cell.precision]
-    return MUON if cell.optimizer["type"] == "Muon" else Tolerance()
+    """The widest of those that apply."""
+    applying = [Tolerance(), HALF.get(cell.precision, Tolerance())]
+    if cell.optimizer["type"] == "Muon":
+        applying.append(MUON)
+    return Tolerance(
+        max(tolerance.losses for tolerance in applying),
+        max(tolerance.parameters for tolerance in applying),
+        max(tolerance.norms for tolerance in applying),
+    )
 
 
 def refusals(cell: Cell) -> list[str]:
