@@ -63,6 +63,8 @@ def _zero(name: str, dp: int = 2, **settings: Any) -> Feature:
 
 PLAIN = Feature("none", "none")
 ADAMW = {"type": "AdamW", "params": _ADAM}
+SGD = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9, "weight_decay": 0.1}}
+"""In 16 bit, where AdamW would make whole steps of what sums in another order differ by."""
 
 FEATURES: tuple[Feature, ...] = (
     _zero("ZeRO 1", stage=1),
@@ -173,11 +175,12 @@ class Cell:
 
     @property
     def precision(self) -> str:
-        return next((p for p in ("fp16", "bf16") if p in self.config()), "fp32")
+        return next((p for p in ("fp16", "bf16") for feature in self.features if p in feature.config), "fp32")
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        return next((f.config["optimizer"] for f in self.features if f.key == "optimizer"), ADAMW)
+        default = ADAMW if self.precision == "fp32" else SGD
+        return next((f.config["optimizer"] for f in self.features if f.key == "optimizer"), default)
 
     @property
     def is_one_bit(self) -> bool:
@@ -200,7 +203,7 @@ class Cell:
         base: dict[str, Any] = {
             "train_batch_size": GLOBAL_BATCH,
             "gradient_clipping": 0.0,
-            "optimizer": ADAMW,
+            "optimizer": self.optimizer,
             "seed": 0,
         }
         for feature in self.features:

@@ -10,9 +10,9 @@ import json
 import string
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tests.bench.process import machine_facts
 from tests.harness import Ranks
@@ -107,14 +107,14 @@ def read(page: str) -> tuple[dict[str, str], str]:
     return measured, counts.partition("nothing else. ")[2]
 
 
-def measure(record: Path, only: str) -> dict[str, str]:
-    """Numbers by the names of cells; prints each as it comes, and ends with the first that is not as it must be."""
-    facts = machine_facts()
-    done = _recorded(record, facts["commit"])
+def measure(record: Path, only: str, kept: list[str]) -> dict[str, tuple[str, str]]:
+    """Number and commit by the names of cells. Prints each cell as it comes; ends with all that are wrong."""
+    commit = machine_facts()["commit"]
+    done = {name: found for name, found in _recorded(record).items() if found[1] in (commit, *kept)}
     record.parent.mkdir(parents=True, exist_ok=True)
     wrong = []
     ranks = Ranks()
-    with tempfile.TemporaryDirectory() as folder, record.open("a") as kept:
+    with tempfile.TemporaryDirectory() as folder, record.open("a") as lines:
         for cell in cells():
             if refusals(cell) or cell.name in done or only not in cell.name:
                 continue
@@ -128,20 +128,20 @@ def measure(record: Path, only: str) -> dict[str, str]:
             if not deviation.within(tolerance_of(cell)):
                 wrong.append(f"{cell.name}: {deviation} is not within {tolerance_of(cell)}")
                 continue
-            done[cell.name] = str(deviation)
-            kept.write(json.dumps({"cell": cell.name, "deviation": str(deviation), "commit": facts["commit"]}) + "\n")
-            kept.flush()
+            done[cell.name] = str(deviation), commit
+            lines.write(json.dumps({"cell": cell.name, "deviation": str(deviation), "commit": commit}) + "\n")
+            lines.flush()
     ranks.shutdown()
     if wrong:
         raise SystemExit(f"{len(wrong)} pairs are neither equal nor refused:\n" + "\n".join(wrong))
     return done
 
 
-def _recorded(record: Path, commit: str) -> dict[str, str]:
-    lines: list[dict[str, Any]] = []
+def _recorded(record: Path) -> dict[str, tuple[str, str]]:
+    lines: list[dict[str, str]] = []
     if record.exists():
         lines = [json.loads(line) for line in record.read_text().splitlines()]
-    return {line["cell"]: line["deviation"] for line in lines if line["commit"] == commit}
+    return {line["cell"]: (line["deviation"], line["commit"]) for line in lines}
 
 
 def main(arguments: list[str]) -> None:
@@ -149,12 +149,17 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--output", type=Path, default=PAGE, help="the page")
     parser.add_argument("--record", type=Path, default=RECORD, help="what was measured, line by line")
     parser.add_argument("--only", default="", help="measure the pairs with this in their names, and write no page")
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="COMMIT", help="let what was measured at that commit stand"
+    )
     chosen = parser.parse_args(arguments)
-    measured = measure(chosen.record, chosen.only)
+    measured = measure(chosen.record, chosen.only, chosen.keep)
     if chosen.only:
         return
-    facts = "Measured: " + ", ".join(f"{name} {value}" for name, value in machine_facts().items()) + "."
-    page = render(measured, facts)
+    counts = Counter(commit[:12] for _, commit in measured.values())
+    facts = {**machine_facts(), "commit": ", ".join(f"{commit} ({count} pairs)" for commit, count in counts.items())}
+    told = "Measured: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "."
+    page = render({name: number for name, (number, _) in measured.items()}, told)
     chosen.output.write_text(page)
     print(next(line for line in page.splitlines() if " pairs: " in line))
 
