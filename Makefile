@@ -8,6 +8,7 @@ TRAIN_ARGUMENTS ?=
 TEST_ARGUMENTS ?=
 TEST_WORKERS ?= 2
 BENCH_ARGUMENTS ?=
+COMPOSITION_ARGUMENTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 PARALLEL = --numprocesses $(TEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow check format bench bench-onebit bench-network matrix docs wheel clean
+.PHONY: help train test test-slow check format bench bench-onebit bench-network matrix composition docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ bench-network: $(VENV)/.installed ## 1-bit optimizers between hosts on a slow ne
 
 matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; fills docs/benchmarks/matrix.md
 	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
+
+composition: $(VENV)/.installed-test ## every pair of features, equal or refused; writes docs/composition.md, goes on where it stopped
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.composition.page $(COMPOSITION_ARGUMENTS)
 
 docs: $(VENV)/.installed ## generate the schema and the config reference
 	@$(BIN)/python -m engine.config.schema
