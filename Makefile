@@ -25,7 +25,7 @@ train: $(VENV)/.installed ## install, then train the example GPT (under 3 minute
 	@PATH="$(abspath $(BIN)):$$PATH" bin/ptrain --config $(CONFIG) $(TRAIN_ARGUMENTS)
 
 test: $(VENV)/.installed-test ## install what tests need, then run the quick suite
-	@$(PYTEST) $(PARALLEL) -m "not slow" $(TEST_ARGUMENTS)
+	@$(PYTEST) $(PARALLEL) -m "not slow and not matrix" $(TEST_ARGUMENTS)
 
 test-slow: $(VENV)/.installed-test ## run the slow tests
 	@$(PYTEST) $(PARALLEL) -m slow $(TEST_ARGUMENTS)

@@ -14,13 +14,15 @@ from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.random_states import RandomStates
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
+from engine.collectives.norms import NormSum
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoSchedule, SavedLayout, Stateful
+from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import zero
+from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
 from engine.model.blocks import find_blocks
+from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -53,19 +55,25 @@ def build(
     """Apply the plan to ``model``, in place. The process group exists already where there is more than one rank."""
     # who is where, and who is who
     check_free(model)
-    mesh, ledger = Mesh(plan.degrees, device), Ledger()
+    mesh, ledger = Mesh(plan.degrees, device, shards=plan.zero.stage > 0), Ledger()
     blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
     client = client_optimizer(optimizer, model, model_parameters)
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 
     # transforms, outermost axis first
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity_of(plan.optimizer, client))
+    granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
+    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
+    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
+    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
+    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
+    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
     reduction = data_parallel.reduction
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
     curriculum = build_curriculum(plan, model, loader)
-    sum_norms = partial(ShardGroup.of(mesh, "dp_shard", ledger).sum, device=device)
+    sum_norms = NormSum(mesh, registry, [ShardGroup.of(mesh, axis, ledger) for axis in ("dp_shard", "tp")])
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
     connect(stepper.inner if stepper else (), reduction, ShardGroup.of(mesh, "dp_replicate", ledger))
     schedule = schedule_on(stepper, plan.schedule, lr_scheduler)
@@ -73,8 +81,21 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(loss_fn)
-    roles = Roles(reduction, precision, clipping, stepper, role, curriculum, cut_loss_fn, num_layers=len(blocks))
+    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    roles = Roles(
+        reduction,
+        precision,
+        clipping,
+        stepper,
+        role,
+        curriculum,
+        cut_loss_fn,
+        saved_work,
+        num_layers=len(blocks),
+        layer_drop=dropped,
+        token_drop=on_tokens,
+        slices=slices,
+    )
 
     # state
     state = StateTree(
@@ -86,7 +107,9 @@ def build(
         aliases=registry.aliases,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
-        layout=SavedLayout(mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size),
+        layout=SavedLayout(
+            mesh.world_size, plan.zero.stage, dict(mesh.degrees), plan.batch.global_batch_size, plan.degrees.placement
+        ),
         config=plan.config.raw,
         settings=plan.config.checkpoint,
         ledger=ledger,

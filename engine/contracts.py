@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from engine.config.messages import EngineError
 
@@ -33,15 +33,18 @@ __all__ = [
     "NoCurriculum",
     "NoSchedule",
     "OnLayoutChange",
+    "Place",
     "Precision",
     "Reduction",
     "RunFailed",
     "SavedLayout",
     "SavedWork",
     "Schedule",
+    "Slices",
     "Stateful",
     "StepReport",
     "Watcher",
+    "WholeSequences",
 ]
 
 
@@ -80,7 +83,7 @@ class StepReport:
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """What the optimizer adds for the monitors, by name (``Train/compression_stage``)."""
+    """What the optimizer and layer drop add for the monitors, by name (``Train/compression_stage``)."""
     nonfinite_kind: str | None = None
     """"inf" or "NaN" for a skipped step: what the squared norm was."""
     first_nonfinite: tuple[int, str] | None = None
@@ -92,15 +95,29 @@ class StepReport:
         return sum(self.bytes_by_axis.values())
 
 
+class Place(NamedTuple):
+    """Where a run is: steps counted (skipped ones included), steps applied, training forward of the window, from 0."""
+
+    global_steps: int = 0
+    applied_steps: int = 0
+    micro_step: int = 0
+
+
 @dataclass
 class SavedWork:
     """What layers left out on this rank since the last `take`: layer drop and token drop write it down here.
 
-    Only in training forwards, and once where a forward is computed again for its activations.
+    Only in training forwards, and once where a forward is computed again for its activations. ``place`` tells them
+    where the run is; ``sources`` give scalars for the monitors, which `take` keeps in ``scalars`` for the report.
     """
 
     layers_skipped: int = 0
     layer_tokens: int = 0
+    refusal: str | None = None
+    """Why a layer cannot leave anything out, where that was found in a forward: the step ends the run with it."""
+    place: Callable[[], Place] = Place
+    sources: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
+    scalars: dict[str, float] = field(default_factory=dict)
 
     def skip_layer(self, num_tokens: int) -> None:
         """A layer that was not computed for a micro-batch (local) of ``num_tokens``."""
@@ -115,6 +132,7 @@ class SavedWork:
         """(layers skipped, tokens times layers left out), and begin anew."""
         taken = self.layers_skipped, self.layer_tokens
         self.layers_skipped = self.layer_tokens = 0
+        self.scalars = {name: value for source in self.sources for name, value in source().items()}
         return taken
 
 
@@ -153,6 +171,8 @@ class SavedLayout:
     zero_stage: int
     mesh: Mapping[str, int]
     global_batch_size: int
+    placement: str = "PDT"
+    """The order of the axes: which rank stood where (engine/plan/placement.py)."""
 
 
 # --- state -------------------------------------------------------------------------------------------------
@@ -328,6 +348,27 @@ class NoCurriculum:
 
     def cut(self, batch: Any) -> Any:
         return batch
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return loss_fn
+
+
+class Slices(Protocol):
+    """Which part of the sequences this rank works on. Neutral element: all of them."""
+
+    def forward(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``model`` makes of this rank's slice of the batch. A loss in it, a mean, is that of the whole sequences
+        on every rank, with the gradient that this rank's slice adds; a `LossSum` is the slice's."""
+
+    def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """``loss_fn(outputs, targets)`` for the outputs of this rank's slice and whole targets."""
+
+
+class WholeSequences:
+    """The neutral element."""
+
+    def forward(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
 
     def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return loss_fn

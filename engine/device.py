@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,31 @@ def seed_generators(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+@contextlib.contextmanager
+def same_generators(device: torch.device) -> Iterator[None]:
+    """What is drawn inside leaves the default generators of the CPU and of ``device`` as they were."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that `seed_generators` seeds; see `restore_generators`."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def restore_generators(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def synchronize(device: torch.device) -> None:

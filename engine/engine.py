@@ -81,6 +81,7 @@ class Engine(Surface, LocalState):
         self._batches: Iterator[Any] | None = None
         state.add(Counters(self))
         roles.curriculum.follow(lambda: self.global_steps - self.skipped_steps)
+        roles.saved_work.place = self._place
         self._share_state()
         ledger.book("start")
         watchers.on_start(plan)
@@ -96,12 +97,12 @@ class Engine(Surface, LocalState):
             args, kwargs = self.roles.curriculum.apply(args, kwargs)
             self._window.num_tokens += count_tokens((args, kwargs))
             # dropout depends on where the run is, not on how it came there: a resumed run draws the same masks
-            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.dp_rank)
+            place_in_run = (self.global_steps, self.micro_steps, self._window.num_forwards, self.mesh.token_rank)
             seed_generators(self.mesh.device, stream_seed(self.plan.seed, "dropout", *place_in_run))
             self._window.num_forwards += 1
         counted = contextlib.nullcontext() if torch.is_grad_enabled() else self.ledger.apart("evaluation")
         with self._autocast(), counted:
-            output = self.module(*args, **kwargs)
+            output = self.roles.slices.forward(self.module, args, kwargs)
         if trains:
             self.roles.curriculum.check(output)
         self._window.spend("forward", started)
@@ -179,6 +180,8 @@ class Engine(Surface, LocalState):
         where = f"step {self.global_steps + 1}"
         if agreed["unfrozen"]:
             refuse_unfrozen(where, self.parameter_registry, self.module)
+        if agreed["refused"]:
+            raise EngineError(self._agreement.first_text(self.roles.saved_work.refusal))
         if not agreed["scales"]:
             raise EngineError(f"{where}: step() without a gradient on any rank; call engine.backward(loss) before it")
         if agreed["foreign_scales"]:
@@ -200,6 +203,7 @@ class Engine(Surface, LocalState):
             "tokens": window.num_tokens,
             "layers_skipped": layers_skipped,
             "saved_layer_tokens": saved_layer_tokens,
+            "refused": self.roles.saved_work.refusal is not None,
             "untouched": len(self.roles.reduction.untouched()),
             "unfrozen": bool(changed_parameters(self.parameter_registry, self.module, self.last_report is None)),
             "scales": len(scales),
@@ -241,7 +245,7 @@ class Engine(Surface, LocalState):
             difficulties=difficulties,
             bytes_by_axis=self.ledger.take(),
             seconds={**window.seconds, "total": time.perf_counter() - window.started},
-            scalars=self._require_optimizer().scalars(),
+            scalars={**self._require_optimizer().scalars(), **self.roles.saved_work.scalars},
             nonfinite_kind=None if applied else "NaN" if math.isnan(agreed["sum_of_squares"]) else "inf",
             first_nonfinite=culprit,
         )
@@ -340,8 +344,8 @@ class Engine(Surface, LocalState):
 
     @property
     def _replicas(self) -> float:
-        """How many ranks see the same samples: sums over the world count each sample that often."""
-        return self.mesh.world_size / self.mesh.dp_size
+        """How many ranks see the same tokens: sums over the world count each token that often."""
+        return self.mesh.world_size / self.mesh.token_size
 
     def _divisor(self, count: float) -> float:
         """What the summed gradients are divided by besides the loss scale; ``count``: of `LossSum`, over the world."""

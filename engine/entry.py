@@ -19,6 +19,7 @@ from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
+from engine.mpu import ModelParallelUnit
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan, usable
 
@@ -51,6 +52,7 @@ def initialize(
     them; it wins over the JSON's. ``lr_scheduler``: a scheduler, or a callable that builds one from the optimizer.
     ``training_data``: a map-style or iterable dataset; the dataloader returned yields this rank's micro-batches.
     ``loss_fn``: for `Engine.train_batch` with batches ``(inputs, targets)``. ``auto`` supplies values for "auto".
+    ``mpu``: an object like Megatron's ``parallel_state`` (docs/placement.md).
     ``output``: a folder for metrics and monitors; without it relative paths lie under the working directory.
 
     The model is changed in place (placed, cast, sharded). A process group that exists is reused; where torchrun or
@@ -63,14 +65,17 @@ def initialize(
     if not isinstance(model, nn.Module):
         hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
-    if mpu is not None:
-        raise EngineError("initialize(mpu=...) is not built here yet: model-parallel groups of your own cannot be used")
     environment = _environment()
     found = examine(_config_source(args, config, config_params), auto=auto)
     loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
-    resolved = plan(loaded, world)
+    if mpu is not None and environment.world_size > 1 and not dist.is_initialized():
+        raise EngineError("mpu= has no groups without a process group: call init_distributed() before it is made")
+    unit = ModelParallelUnit(mpu, environment.rank) if mpu is not None else None
+    resolved = plan(loaded, unit.world(loaded, world) if unit is not None else world)
+    if unit is not None:
+        resolved = unit.check(resolved)
     if environment.rank == 0:
         _note_overridden(loaded, optimizer=optimizer, lr_scheduler=lr_scheduler)
     owns_group = False

@@ -1,7 +1,11 @@
 """Ranks, coordinates and process groups: the only place that builds groups.
 
-Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, sp, tp`` (default placement P, D, T: ranks that differ only in
-tp are neighbours). Axes of degree 1 cost nothing. Data shards come from coordinates, never from a group rank.
+Axes: ``pp, dp_replicate, dp_shard, cp, sp, tp``, laid out as the placement says (engine/plan/placement.py; by default
+in this order, outermost first: ranks that differ only in tp are neighbours). Axes of degree 1 cost nothing. Data
+shards come from coordinates, never from a group rank.
+
+ZeRO's axes reach over the slices of sequences: where parameters are sharded, `dp_shard` as a group is dp_shard x cp x
+sp, else `dp_replicate` is dp_replicate x cp x sp. Every rank of such a group adds its part of the gradients.
 """
 
 from __future__ import annotations
@@ -19,25 +23,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.config.messages import EngineError
 from engine.device import backend_for
 from engine.plan import Degrees
+from engine.plan.placement import AXES, axes_in_order, coordinates
 
+__all__ = ["AXES", "Mesh", "coordinates", "is_gloo_alone", "join_process_group"]
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+SLICE_AXES = ("cp", "sp")
+"""Their ranks share the samples and split the sequences."""
 
 
 class Mesh:
     """This rank's place among all. With one rank and no process group, every group is None."""
 
-    def __init__(self, degrees: Degrees, device: torch.device) -> None:
+    def __init__(self, degrees: Degrees, device: torch.device, shards: bool = True) -> None:
+        """``shards``: whether parameters, gradients or their state are sharded, so at any stage but 0."""
         self.device = device
-        self.degrees: Mapping[str, int] = {axis: getattr(degrees, axis) for axis in AXES}
+        self.degrees: Mapping[str, int] = degrees.by_axis
+        self.split_by_caller = degrees.split_by_caller
+        self.order = axes_in_order(degrees.placement)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if math.prod(self.degrees.values()) != self.world_size:
             arithmetic = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items() if size > 1) or "1"
             raise EngineError(f"the mesh {arithmetic} does not cover the {self.world_size} ranks of this process group")
-        self.coordinates = coordinates(self.rank, self.degrees)
-        self._split = [axis for axis in AXES if self.degrees[axis] > 1]
+        self.coordinates = coordinates(self.rank, self.degrees, self.order)
+        widened = "dp_shard" if shards else "dp_replicate"
+        self._sizes = {axis: self.degrees[axis] for axis in self.order if axis not in SLICE_AXES}
+        self._sizes[widened] *= self.num_slices
+        self._split = [axis for axis, size in self._sizes.items() if size > 1]
         self._device_mesh: DeviceMesh | None = None
+        self._slice_mesh: DeviceMesh | None = None
 
     @property
     def dp_size(self) -> int:
@@ -48,13 +62,41 @@ class Mesh:
         """The data shard of this rank: equal for all ranks that must see the same samples."""
         return self.coordinates["dp_replicate"] * self.degrees["dp_shard"] + self.coordinates["dp_shard"]
 
+    @property
+    def num_slices(self) -> int:
+        """Into how many slices a sequence is cut: cp x sp."""
+        return self.degrees["cp"] * self.degrees["sp"]
+
+    @property
+    def token_rank(self) -> int:
+        """Equal for all ranks that must see the same tokens: the data shard and the slice."""
+        slice_index = self.coordinates["cp"] * self.degrees["sp"] + self.coordinates["sp"]
+        return self.dp_rank * self.num_slices + slice_index
+
+    @property
+    def token_size(self) -> int:
+        """Ranks that see different tokens: dp x cp x sp."""
+        return self.dp_size * self.num_slices
+
+    @property
+    def shard_size(self) -> int:
+        """Among how many ranks ZeRO cuts."""
+        return self._sizes["dp_shard"]
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the `shard_size` parts is this rank's."""
+        if self._sizes["dp_shard"] == self.degrees["dp_shard"]:
+            return self.coordinates["dp_shard"]
+        return self.token_rank % self.shard_size
+
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """The torch mesh over ``axes`` that have a degree above 1, in mesh order."""
+        """The torch mesh over ``axes`` (none of the slices') of more than one rank, in mesh order."""
         if self._device_mesh is None:
             self._device_mesh = init_device_mesh(
-                self.device.type, tuple(self.degrees[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
+                self.device.type, tuple(self._sizes[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
             )
-        wanted = tuple(axis for axis in axes if axis in self._split)
+        wanted = tuple(axis for axis in self._split if axis in axes)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
     @property
@@ -73,7 +115,16 @@ class Mesh:
         """The ranks that differ from this one in ``axis`` only ("world": all); None where this rank is alone."""
         if axis == "world":
             return dist.group.WORLD if self.world_size > 1 else None
-        return self.device_mesh(axis).get_group() if self.degrees[axis] > 1 else None
+        if axis in SLICE_AXES:
+            return self._slice_group(axis) if self.degrees[axis] > 1 else None
+        return self.device_mesh(axis).get_group() if self._sizes[axis] > 1 else None
+
+    def _slice_group(self, axis: str) -> dist.ProcessGroup:
+        if self._slice_mesh is None:
+            split = tuple(name for name in self.order if self.degrees[name] > 1)
+            sizes = tuple(self.degrees[name] for name in split)
+            self._slice_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=split)
+        return self._slice_mesh[axis].get_group() if self._slice_mesh.ndim > 1 else self._slice_mesh.get_group()
 
     def background_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
@@ -84,14 +135,6 @@ class Mesh:
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:
     """Whether every device's collectives of ``group`` (None: all ranks) run on gloo."""
     return {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
-
-
-def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Row-major coordinates of a rank."""
-    place: dict[str, int] = {}
-    for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, degrees[axis])
-    return {axis: place[axis] for axis in AXES}
 
 
 def join_process_group(

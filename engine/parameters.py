@@ -8,8 +8,8 @@ name, its other names are aliases.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine.config.messages import EngineError
+from engine.cut import Cut
 
 log = logging.getLogger("engine")
 _claimed: WeakSet[nn.Module] = WeakSet()
@@ -31,7 +32,8 @@ def check_free(model: nn.Module) -> None:
             what = f"its module {name}" if name else "the model"
             raise EngineError(
                 f"{what} ({type(module).__name__}) already belongs to an engine: destroy() that one first (a model "
-                "that was sharded by stage 3 stays cut and must be built anew), or give each engine a model of its own"
+                "that was sharded by stage 3 or split by tensor parallelism stays cut and must be built anew), or give "
+                "each engine a model of its own"
             )
 
 
@@ -40,16 +42,22 @@ def claim(model: nn.Module) -> None:
     _claimed.update(model.modules())
 
 
-def release(model: nn.Module) -> None:
+def release(model: nn.Module, registry: ParameterRegistry) -> None:
     """Undo `claim`, unless the model's parameters are cut."""
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    is_split = any(info.cut is not None for info in registry.infos)
+    if not is_split and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         _claimed.difference_update(model.modules())
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the user's model. ``shape`` is global; ``block`` is its repeated block's index, if any;
-    ``group`` its index in `ParameterRegistry.groups`, None for a frozen parameter."""
+    """One parameter of the user's model. ``block`` is its repeated block's index, if any; ``group`` its index in
+    `ParameterRegistry.groups`, None for a frozen parameter.
+
+    ``shape``: what the data-parallel ranks share, this tp rank's part where ``cut`` says that layers are split; in the
+    user's model it is ``global_shape``. ``num_copies``: tp ranks that hold the same, of which the first stands for all
+    (``is_copy`` is true on the others) where something is counted or saved once.
+    """
 
     index: int
     name: str
@@ -59,10 +67,31 @@ class ParameterInfo:
     trainable: bool
     block: int | None
     group: int | None
+    cut: Cut | None = None
+    num_copies: int = 1
+    is_copy: bool = False
 
     @property
     def numel(self) -> int:
+        """Elements of ``shape``."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.shape if self.cut is None else self.cut.global_shape
+
+    @property
+    def global_numel(self) -> int:
+        return torch.Size(self.global_shape).numel()
+
+    @property
+    def stands_for_all(self) -> bool:
+        """Whether of the tp ranks this one saves what they have in common of the parameter (a step count)."""
+        return not self.is_copy if self.cut is None else self.cut.rank == 0
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this tp rank holds of ``whole``, a tensor of ``global_shape``."""
+        return whole if self.cut is None else self.cut.part(whole)
 
 
 class ParameterRegistry:
@@ -128,6 +157,27 @@ class ParameterRegistry:
         info = self._info_of[old]
         self._info_of[new] = info
         self._current[info.index] = new
+
+    def split(self, cuts: Mapping[str, Cut], size: int, rank: int) -> None:
+        """Note how layers are split over the ``size`` tp ranks, of which this is ``rank``: ``cuts`` by name, every
+        other parameter is whole on each of them."""
+        for index, info in enumerate(self.infos):
+            cut = cuts.get(info.name)
+            if cut is not None:
+                self.infos[index] = replace(info, shape=cut.shape, cut=cut)
+            else:
+                self.infos[index] = replace(info, num_copies=size, is_copy=rank > 0)
+        self.by_name = {info.name: info for info in self.infos}
+        self._info_of = {parameter: self.infos[info.index] for parameter, info in self._info_of.items()}
+
+    def share(self, names: Collection[str], size: int, rank: int) -> None:
+        """Note that the parameters of these names are whole on each of ``size`` ranks, of which this is ``rank``, in a
+        model that its caller has split; every other is a part of its own."""
+        for index, info in enumerate(self.infos):
+            if info.name in names:
+                self.infos[index] = replace(info, num_copies=size, is_copy=rank > 0)
+        self.by_name = {info.name: info for info in self.infos}
+        self._info_of = {parameter: self.infos[info.index] for parameter, info in self._info_of.items()}
 
     def refresh(self, model: nn.Module) -> None:
         """Follow all that a transform of the whole ``model`` has replaced; names have stayed."""

@@ -15,10 +15,25 @@ from torch import nn
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
-from engine.contracts import Clipping, Curriculum, EngineError, Precision, Reduction, SavedWork, Schedule, StepReport
+from engine.contracts import (
+    Clipping,
+    Curriculum,
+    EngineError,
+    Place,
+    Precision,
+    Reduction,
+    SavedWork,
+    Schedule,
+    Slices,
+    StepReport,
+    WholeSequences,
+)
 from engine.mesh import Mesh
+from engine.model.layer_drop import LayerDrop
+from engine.model.tensor_parallel.by_caller import refuse_checkpoint
+from engine.model.token_drop import TokenDrop
 from engine.optim.optimizer import EngineOptimizer
-from engine.parameters import release
+from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
@@ -41,6 +56,9 @@ class Roles:
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
     """The model's repeated blocks, 0 where it has none; `saved_work` counts in them."""
+    layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
+    slices: Slices = field(default_factory=WholeSequences)
 
 
 class Surface:
@@ -49,6 +67,7 @@ class Surface:
     module: nn.Module
     plan: Plan
     mesh: Mesh
+    parameter_registry: ParameterRegistry
     ledger: Ledger
     roles: Roles
     watchers: WatcherList
@@ -56,6 +75,7 @@ class Surface:
     last_report: StepReport | None
     global_steps: int
     global_samples: int
+    skipped_steps: int
     global_tokens: int
     layers_skipped: int
     saved_layer_tokens: int
@@ -144,6 +164,18 @@ class Surface:
             raise EngineError("set_custom_curriculum_learning_schedule: the config switches no curriculum on")
         set_functions(schedule_func_dict)
 
+    @property
+    def progressive_layer_drop(self) -> LayerDrop | None:
+        """Layer drop with its `get_theta` and `get_state`; None where the config does not switch it on."""
+        return self.roles.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """Layer drop's theta in the step under way; None where it is off."""
+        return self.roles.layer_drop.get_theta() if self.roles.layer_drop is not None else None
+
+    def _place(self) -> Place:
+        return Place(self.global_steps, self.global_steps - self.skipped_steps, max(self._window.num_forwards - 1, 0))
+
     def _count(self, agreed: Mapping[str, float]) -> None:
         """A window's samples, tokens and layers, once for all ranks that share them."""
         window, replicas = self._window, self.mesh.world_size / self.mesh.dp_size
@@ -151,7 +183,7 @@ class Surface:
         self.global_samples += num_micro_batches * self.plan.batch.micro_batch_size * self.mesh.dp_size
         self.global_tokens += round(agreed["tokens"] / replicas)
         self.layers_skipped += round(agreed["layers_skipped"] / replicas)
-        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / replicas)
+        self.saved_layer_tokens += round(agreed["saved_layer_tokens"] / (replicas / self.mesh.num_slices))
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come together in this window; its micro-steps stay counted."""
@@ -178,6 +210,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
+        refuse_checkpoint(self.mesh, "save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -216,6 +249,7 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
+        refuse_checkpoint(self.mesh, "load_checkpoint()")
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -245,6 +279,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
+        refuse_checkpoint(self.mesh, "save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -264,7 +299,11 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
-        release(self.module)
+        if self.roles.layer_drop is not None:
+            self.roles.layer_drop.close()
+        if self.roles.token_drop is not None:
+            self.roles.token_drop.close()
+        release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

@@ -5,6 +5,7 @@ Right for torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The multi-tensor kernels that torch.optim is built on: one launch for a list of tensors. They have no public spelling
 # (https://pytorch.org/docs/stable/torch.html#foreach-operations lists them under these names).
@@ -29,6 +31,13 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sign_ = torch._foreach_sign_
 foreach_sqrt_ = torch._foreach_sqrt_
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd. Documented in torch's notes on extending; goes when it has a public address."""
+
+SOFTMAX_OPERATIONS = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+"""What softmax and the attention of the MATH backend come to below autograd; both take (scores, dim, ...)."""
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,6 +91,19 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     return get() if get is not None else dist.distributed_c10d._get_default_store()
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a node of autograd's backward, as forwards do whose activations are computed again.
+
+    Goes when torch has a public question for it; torch.utils.checkpoint itself asks this one.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place. Autograd's own count; goes when torch gives it a public name."""
+    return int(tensor._version)
+
+
 _veto: list[Callable[[list[Tensor]], bool]] = []
 
 
@@ -104,3 +126,64 @@ def veto_clipping(is_vetoed: Callable[[list[Tensor]], bool]) -> None:
         module._get_total_norm = take_norm_or_zero
     if is_vetoed not in _veto:
         _veto.append(is_vetoed)
+
+
+def flash_attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's attention on the CPU with the log-sum-exp that `scaled_dot_product_attention` keeps to itself.
+
+    Goes when torch returns it from a public function, as FlexAttention does (whose backward does not run on the CPU).
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, log_sum = kernel(query, key, value, 0.0, is_causal, scale=scale)
+    return output, log_sum
+
+
+def flash_attention_cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `flash_attention_cpu`; ``output`` and ``log_sum`` may be those over further keys."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, Tensor, Tensor] = kernel(
+        gradient, query, key, value, output, log_sum, 0.0, is_causal, scale=scale
+    )
+    return found
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors have shapes, dtypes and a device, but no memory.
+
+    torch's FakeTensorMode, which torch.export and torch.compile rest on; goes when torch exports it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def flops_of_cpu_attention() -> dict[Any, Callable[..., int]]:
+    """What FlopCounterMode lacks: scaled dot product attention as the CPU's own kernel computes it."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``function(leaf)``."""
+    return _pytree.tree_map(function, tree)

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.exchange import exchange_of
 from engine.checkpoint.weight_files import Weight, in_order, write_weights
+from engine.collectives.shards import ShardGroup
+from engine.collectives.whole import join_parts
+from engine.model.zero.fully_sharded import local_part, row_range
 from engine.model.zero.layout import compute_dtype
-from engine.parameters import persistent_buffers
+from engine.parameters import ParameterInfo, persistent_buffers
 
 
 @torch.no_grad()
@@ -48,26 +51,43 @@ class _Gathered:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves them gathered, as plain tensors
         self.weights: list[Weight] = []
-        self._sources: dict[str, Tensor] = {}
+        self._sources: dict[str, tuple[Tensor, ParameterInfo | None]] = {}
+        self._shards, self._parts = (ShardGroup.of(engine.mesh, axis, engine.ledger) for axis in ("dp_shard", "tp"))
         for info in engine.parameter_registry.infos:
             if exclude_frozen and not info.trainable:
                 continue
             parameter, dtype = engine.module.get_parameter(info.name), compute_dtype(info.dtype, precision)
             for name in (info.name, *info.aliases):
-                self._add(name, parameter, info.shape, dtype)
+                self._add(name, parameter, info.global_shape, dtype, info)
         for name, buffer in persistent_buffers(engine.module).items():
-            self._add(name, buffer, tuple(buffer.shape), buffer.dtype)
+            self._add(name, buffer, tuple(buffer.shape), buffer.dtype, None)
         self._coming = self._gather(in_order(self.weights))
 
-    def _add(self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._sources[name] = source
+    def _add(
+        self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype, info: ParameterInfo | None
+    ) -> None:
+        self._sources[name] = source, info
         self.weights.append(Weight(name, tuple(shape), dtype, lambda: next(self._coming)))
 
     def _gather(self, order: Sequence[Weight]) -> Iterator[Tensor]:
         for weight in order:
-            source = self._sources[weight.name].detach()
-            whole = source.full_tensor() if isinstance(source, DTensor) else source
-            yield whole.to("cpu", weight.dtype)
+            source, info = self._sources[weight.name]
+            values = local_part(source.detach()).to(weight.dtype)
+            if info is not None:
+                if isinstance(source, DTensor):
+                    values = self._of_all_rows(values, info)
+                cuts = {} if info.cut is None else {info.name: info.cut}
+                values = join_parts({info.name: values}, cuts, self._parts, values.device)[info.name]
+            yield values.cpu()
+
+    def _of_all_rows(self, rows: Tensor, info: ParameterInfo) -> Tensor:
+        """What the data-parallel ranks hold together of the parameter, of which ``rows`` are this rank's."""
+        size = self._shards.size
+        bounds = [row_range(info.shape, rank, size)[0] for rank in range(size)] + [info.numel]
+        flat = torch.empty(info.numel, dtype=rows.dtype, device=rows.device)
+        flat[bounds[self._shards.rank] : bounds[self._shards.rank + 1]] = rows.reshape(-1)
+        self._shards.all_gather(flat, bounds, "gathering weights to write").wait()
+        return flat.view(info.shape)
 
     def drain(self) -> None:
         for _ in self._coming:

@@ -19,6 +19,7 @@ from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.json_values import decode
 from engine.checkpoint.tensor_file import FileRecord
 from engine.contracts import OnLayoutChange, SavedLayout
+from engine.plan.placement import axes_in_order
 
 FORMAT = "ptrain-checkpoint"
 FORMAT_VERSION = 1
@@ -88,11 +89,9 @@ class Manifest:
         return None
 
     def same_ranks(self, layout: SavedLayout) -> bool:
-        """Whether what belonged to a rank then belongs to the same rank under ``layout``: equal world and mesh axes."""
-        axes = {axis for mesh in (self.layout.mesh, layout.mesh) for axis in mesh}
-        return self.layout.world_size == layout.world_size and all(
-            self.layout.mesh.get(axis, 1) == layout.mesh.get(axis, 1) for axis in axes
-        )
+        """Whether what belonged to a rank then belongs to the same rank under ``layout``: an equal world, and equal
+        mesh axes in the same order."""
+        return self.layout.world_size == layout.world_size and _axes(self.layout) == _axes(layout)
 
     def state(self, name: str, layout: SavedLayout, rank: int) -> Any | None:
         """The state of the `Stateful` ``name`` for ``rank`` under the present ``layout``.
@@ -113,8 +112,15 @@ class Manifest:
         return decode(saved.values[rank if len(saved.values) > 1 else 0], f"states.{name}")
 
 
+def _axes(layout: SavedLayout) -> list[tuple[str, int]]:
+    """The axes above 1 with their degrees, outermost first."""
+    split = {axis: size for axis, size in layout.mesh.items() if size != 1}
+    order = [axis for axis in axes_in_order(layout.placement) if axis in split]
+    return [(axis, split[axis]) for axis in (*order, *sorted(split.keys() - set(order)))]
+
+
 def _words(layout: SavedLayout) -> str:
-    axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.items() if size > 1)
+    axes = ", ".join(f"{axis}={size}" for axis, size in _axes(layout))
     return f"world size {layout.world_size}" + (f" with {axes}" if axes else "")
 
 

@@ -31,6 +31,7 @@ from engine.checkpoint.manifest import (
 )
 from engine.checkpoint.tensor_file import FileRecord
 from engine.contracts import OnLayoutChange, SavedLayout
+from engine.plan.placement import AXES_OF
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -259,6 +260,12 @@ class _Reader:
             raise self.fail(f"{where}.values", values, f"1 value or {world_size}, one a rank")
         return SavedState(policy, tuple(values))  # type: ignore[arg-type]  # checked above
 
+    def placement(self, record: Any) -> str:
+        placement = self.string(record, "layout.placement")
+        if sorted(placement) != sorted(AXES_OF):
+            raise self.fail("layout.placement", placement, f"the letters {', '.join(AXES_OF)} in any order")
+        return placement
+
     def layout(self, record: Any) -> SavedLayout:
         fields = self.mapping(record, "layout")
         mesh = self.mapping(fields.get("mesh"), "layout.mesh")
@@ -267,4 +274,5 @@ class _Reader:
             zero_stage=self.integer(fields.get("zero_stage"), "layout.zero_stage"),
             mesh={axis: self.integer(size, f"layout.mesh.{axis}") for axis, size in mesh.items()},
             global_batch_size=self.integer(fields.get("global_batch_size"), "layout.global_batch_size"),
+            placement=self.placement(fields.get("placement", "PDT")),
         )

@@ -70,10 +70,11 @@ class StateTree:
     """The state of one engine on one rank.
 
     ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
-    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every rank comes from
-    rank 0. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config`` is the
-    resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``; they are
-    loaded where the ranks are the same, else they begin at zero. All ranks construct it.
+    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every data-parallel rank
+    comes from the first of them, as what tp ranks hold alike does. ``buffers`` gives the persistent ones as they are
+    now, for a module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that
+    belong to a rank are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin
+    at zero. All ranks construct it.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class StateTree:
         ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
+        self._own_trained, self._own_frozen = ([s for s in these if not s.info.is_copy] for these in (trained, frozen))
         self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
         self._writes_shards, self._empty = writes_shards, empty
+        self._is_first_data_rank = not any(place for axis, place in mesh.coordinates.items() if axis != "tp")
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
         counted = ledger.account("checkpoint")
@@ -134,10 +137,10 @@ class StateTree:
             self._optimizer.settle()
             chunks += self._rank_chunks(self._optimizer.rank_tensors())
         if self._writes_shards:
-            chunks += [*self._parameter_chunks(self._trained), *self._optimizer_chunks()]
+            chunks += [*self._parameter_chunks(self._own_trained), *self._optimizer_chunks()]
         if not exclude_frozen:
-            mine = [s for s in self._frozen if (self._rank == 0 if s.on_every_rank else self._writes_shards)]
-            chunks += self._parameter_chunks(mine)
+            first, writes = self._is_first_data_rank, self._writes_shards
+            chunks += self._parameter_chunks(s for s in self._own_frozen if (first if s.on_every_rank else writes))
         if self._rank == 0:
             chunks += self._buffer_chunks()
             chunks += self._empty_chunks(frozen=not exclude_frozen)
@@ -203,12 +206,12 @@ class StateTree:
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
         named = self._optimizer.named_state() if self._optimizer is not None else {}
-        for shard in self._trained:
+        for shard in self._own_trained:
             for key, value in named.get(shard.info.name, {}).items():
                 name = f"optimizer.{shard.info.name}.{key}"
                 if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
                     yield from shard.chunks(name, value)
-                elif value is not None and shard.start == 0:
+                elif value is not None and shard.start == 0 and shard.info.stands_for_all:
                     yield _whole(name, _as_tensor(value))
 
     # --- loading -----------------------------------------------------------------------------------------------

@@ -1,29 +1,103 @@
-"""`ptrain plan`: what a config means, without running it."""
+"""`ptrain plan`: what a config means, and what a step of its model takes, without running it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from engine.cli.options import Parser, add_config_options, add_world_option, read_config, terminal_columns
+from engine.cli.options import Parser, add_config_options, add_world_option, positive, read_config, terminal_columns
+from engine.contracts import EngineError
+
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.plan import ModelFacts, Plan
+
+DELAY_SECONDS = 2.0
+"""Before the progress bar shows."""
 
 
 def run(argv: Sequence[str]) -> int:
+    """Exit code 0, also for features that are not built here and for a model that does not fit."""
+    arguments = _parse(argv)
+    path = arguments.config or arguments.file
+
+    from engine.plan import imagined_world, render_plan, render_values
+    from engine.plan.capacity import imagined_plan, judge
+    from engine.plan.forecast import forecast
+    from engine.plan.forecast_text import render_forecast
+    from engine.plan.resolve import plan as make_plan
+    from engine.plan.sizes import parse_bytes
+
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
+    config = read_config(path, arguments.overrides, arguments.lenient, arguments.world)
+    world = imagined_world(config, arguments.world, "--world")
+    if arguments.per_node is not None:
+        world = replace(world, local_size=arguments.per_node)
+    imagined, not_built = imagined_plan(config, world)
+    resolved = imagined if imagined is not None else make_plan(config, world)  # which raises what is wrong
+    if arguments.values:
+        print(render_values(resolved))
+        return 0
+    facts = _facts(config, resolved, arguments)
+    made = None if facts is None else forecast(resolved, facts)
+    fit = None if made is None or memory is None else judge(made, memory)
+    if arguments.json:
+        known = {"not_built": list(not_built), "values": {v.path: v.value for v in resolved.values}}
+        known |= {"mesh": resolved.degrees.by_axis, "placement": resolved.degrees.placement}
+        known |= {} if made is None else made.to_json()
+        print(json.dumps({**known, **({} if fit is None else {"fit": fit.to_json()})}, indent=2))
+        return 0
+    columns = terminal_columns()
+    print(render_plan(resolved, columns))
+    if not_built:
+        print(f"valid, not built here: {', '.join(not_built)}")
+    if made is not None:
+        print(f"\n{render_forecast(made, fit, columns)}")
+    elif memory is not None:
+        raise EngineError("--memory needs a model: set model.target in the config, or give --model-size 7.5b")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "ptrain plan", "Print what a config means for a number of ranks. Needs neither torch nor the ranks."
+        "ptrain plan",
+        "Print what a config means for a number of ranks, and what a step of its model takes on one of them: bytes, "
+        "collectives, FLOPs. The model is built without memory; no rank is started.",
     )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
     add_world_option(parser, 1)
+    parser.add_argument("--per-node", type=positive, metavar="N", help="ranks on a node (default: all on one)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of one rank, e.g. 80GB: says whether a step fits, and what would"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--model-size", metavar="N", help="plan for so many parameters, e.g. 7.5b, in place of the model")
+    size.add_argument("--no-model", action="store_true", help="leave the model aside; needs no torch")
     parser.add_argument("--values", action="store_true", help="every value with its origin, one a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_options(parser)
     arguments = parser.parse_args(argv)
-    path = arguments.config or arguments.file
-    if path is None:
+    if arguments.config is None and arguments.file is None:
         parser.error("a config is needed: ptrain plan FILE")
+    return arguments
 
-    from engine.plan import imagined_world, plan, render_plan, render_values
 
-    config = read_config(path, arguments.overrides, arguments.lenient, arguments.world)
-    resolved = plan(config, imagined_world(config, arguments.world, "--world"))
-    print(render_values(resolved) if arguments.values else render_plan(resolved, terminal_columns()))
-    return 0
+def _facts(config: Config, resolved: Plan, arguments: argparse.Namespace) -> ModelFacts | None:
+    """None where there is no model to know."""
+    if arguments.model_size is not None:
+        from engine.plan.imagined_model import imagined_facts
+        from engine.plan.sizes import parse_count
+
+        return imagined_facts(parse_count(arguments.model_size))
+    if arguments.no_model or config.model is None or config.model.target is None:
+        return None
+    from tqdm import tqdm
+
+    from engine.cli.model_facts import facts_of_target
+
+    with tqdm(total=2, desc="measuring the model", delay=DELAY_SECONDS, leave=False, disable=None) as bar:
+        return facts_of_target(config, resolved, bar.update)

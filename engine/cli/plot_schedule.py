@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ DEFAULT_LR = 1e-3
 def run(argv: Sequence[str]) -> int:
     parser = Parser(
         "ptrain plot-schedule",
-        "Draw learning rate, momentum, batch, difficulty and layer drop's theta over the steps of a run, without it.",
+        "Draw learning rate, momentum, batch, difficulty, kept tokens and layer drop's theta over the steps of a run, "
+        "without it.",
     )
     parser.add_argument("file", nargs="?", help="the config")
     parser.add_argument("--config", dest="config", help="the config, as in ptrain train")
@@ -88,11 +90,16 @@ def schedule_curves(plan: Plan, num_steps: int) -> dict[str, list[float]]:
         splits = plan.curriculum.cutting.use == "reshape"
         curves["batch, tokens"] = [tokens[0]] * num_steps if splits else tokens
     curves |= difficulties
-    layer_drop = plan.config.progressive_layer_drop
-    if layer_drop is not None and layer_drop.enabled:
-        from engine.plan.layer_drop import theta_at
+    if plan.layer_drop is not None:
+        from engine.plan.layer_drop import theta_in
 
-        curves["theta"] = [theta_at(step - 1, layer_drop.theta, layer_drop.gamma) for step in range(1, num_steps + 1)]
+        curves["theta"] = [theta_in(plan.layer_drop, step, step) for step in range(num_steps)]
+    if plan.token_drop is not None:
+        from engine.data.curriculum import difficulty_at
+
+        most = plan.config.data.sequence_length if plan.config.model is not None else math.inf
+        kept = [float(difficulty_at(plan.token_drop.schedule, step)) for step in range(num_steps)]
+        curves["kept tokens"] = [min(count, most) for count in kept]
     return curves
 
 
@@ -154,6 +161,10 @@ def _length(plan: Plan) -> int | None:
         max(metric.schedule.total_steps, *metric.schedule.last_steps, 1)
         for metric in (plan.curriculum.metrics if plan.curriculum is not None else ())
     ]
+    if plan.layer_drop is not None and plan.layer_drop.gamma:
+        lengths.append(round(5 / plan.layer_drop.gamma))
+    if plan.token_drop is not None:
+        lengths.append(plan.token_drop.schedule.total_steps)
     known = [length for length in lengths if isinstance(length, int) and length > 1]
     return max(known, default=None)
 

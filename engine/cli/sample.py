@@ -24,13 +24,15 @@ def sample_text(model_engine: Any, length: int) -> str:
     generator = torch.Generator(device).manual_seed(config.seed)
     token_ids = torch.tensor([[ord("\n")]], device=device)
     was_training = model_engine.module.training
+    # called directly, a model sees whole sequences also where the engine cuts them over ranks
+    model = model_engine.module if model_engine.mesh.num_slices > 1 else model_engine
     model_engine.module.eval()
     text = ""
     try:
         # Several bytes can make one character, so the first round may fall short.
         while len(text) < length:
             for _ in range(length - len(text)):
-                logits = logits_of(model_engine(input_ids=token_ids[:, -config.data.sequence_length :]))
+                logits = logits_of(model(input_ids=token_ids[:, -config.data.sequence_length :]))
                 probabilities = logits[:, -1, :BYTE_VOCABULARY_SIZE].float().softmax(dim=-1)
                 token_ids = torch.cat([token_ids, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
             text = readable(bytes(token_ids[0, 1:].tolist()))

@@ -15,9 +15,7 @@ from torch import Tensor
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
 from engine.contracts import EngineError
-
-WIDTH = 16
-"""Numbers in an agreement: two for the call, the rest for its values."""
+from engine.plan.cuts import AGREEMENT_NUMBERS
 
 
 class Agreement:
@@ -38,10 +36,10 @@ class Agreement:
             value.detach().to(self._device, torch.float64).reshape(())
             if isinstance(value, Tensor)
             else torch.tensor(float(value), dtype=torch.float64, device=self._device)
-            for value in (code, code**2, *values.values(), *[0.0] * (WIDTH - 2 - len(values)))
+            for value in (code, code**2, *values.values(), *[0.0] * (AGREEMENT_NUMBERS - 2 - len(values)))
         ]
         packed = torch.stack(numbers)
-        assert len(packed) == WIDTH
+        assert len(packed) == AGREEMENT_NUMBERS
         self._world.all_reduce(packed, f"the agreement of {call}").wait()
         codes, squares, *sums = packed.tolist()
         if codes != code * self._world.size or squares != code**2 * self._world.size:
@@ -58,6 +56,14 @@ class Agreement:
         raise EngineError(
             f"the ranks are in different calls: {found}. Every rank must make the same calls of the engine"
         )
+
+    def first_text(self, text: str | None) -> str:
+        """The text of the lowest rank that has one; one of them has. All ranks call it."""
+        texts: list[str | None] = [text]
+        if self._world.size > 1:
+            texts = [None] * self._world.size
+            dist.all_gather_object(texts, text, group=self._world.group)
+        return next(each for each in texts if each is not None)
 
     def common(self, indices: list[int], size: int) -> set[int]:
         """The indices below ``size`` that every rank gave."""

@@ -10,18 +10,30 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 STEPS = "steps"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes, and the calls of collectives (or single sends) that took them."""
+
+    bytes: int = 0
+    calls: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.bytes + other.bytes, self.calls + other.calls)
 
 
 class Account:
     """Counts bytes that are sent for one purpose. See `Ledger.account`."""
 
-    def __init__(self, purpose: str, booked: dict[tuple[str, str, str], int]) -> None:
+    def __init__(self, purpose: str, booked: dict[tuple[str, str, str], Sent]) -> None:
         self._purpose, self._booked = purpose, booked
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
-        self._booked[self._purpose, axis, operation] += sent_bytes
+        self._booked[self._purpose, axis, operation] += Sent(sent_bytes, 1)
 
 
 class Ledger:
@@ -29,30 +41,30 @@ class Ledger:
     what is sent for another purpose (``start``, ``evaluation``, ``checkpoint``) is kept apart."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[str, str], int] = defaultdict(int)
-        self._booked: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._pending: dict[tuple[str, str], Sent] = defaultdict(Sent)
+        self._booked: dict[tuple[str, str, str], Sent] = defaultdict(Sent)
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
-        self._pending[axis, operation] += sent_bytes
+        self._pending[axis, operation] += Sent(sent_bytes, 1)
 
     def take(self) -> dict[str, int]:
         """Bytes sent since the last call, by axis. They belong to a step."""
         by_axis: dict[str, int] = defaultdict(int)
-        for (axis, _), sent_bytes in self._pending.items():
-            by_axis[axis] += sent_bytes
+        for (axis, _), sent in self._pending.items():
+            by_axis[axis] += sent.bytes
         self.book(STEPS)
         return dict(by_axis)
 
     def book(self, purpose: str) -> None:
         """What came together since the last call was sent for ``purpose``."""
-        for (axis, operation), sent_bytes in self._pending.items():
-            self._booked[purpose, axis, operation] += sent_bytes
+        for (axis, operation), sent in self._pending.items():
+            self._booked[purpose, axis, operation] += sent
         self._pending.clear()
 
     @contextlib.contextmanager
     def apart(self, purpose: str) -> Iterator[None]:
         """What is sent inside is for ``purpose`` and not part of the step that may be under way."""
-        step, self._pending = self._pending, defaultdict(int)
+        step, self._pending = self._pending, defaultdict(Sent)
         try:
             yield
         finally:
@@ -66,10 +78,14 @@ class Ledger:
     def totals(self) -> dict[str, int]:
         """Bytes sent since the start, by purpose; a step under way is not in them yet."""
         by_purpose: dict[str, int] = defaultdict(int)
-        for (purpose, _, _), sent_bytes in self._booked.items():
-            by_purpose[purpose] += sent_bytes
+        for (purpose, _, _), sent in self._booked.items():
+            by_purpose[purpose] += sent.bytes
         return dict(by_purpose)
 
     def operations(self, purpose: str = STEPS) -> dict[tuple[str, str], int]:
         """Bytes sent for ``purpose`` since the start, by (axis, operation)."""
+        return {key: sent.bytes for key, sent in self.sent(purpose).items()}
+
+    def sent(self, purpose: str = STEPS) -> dict[tuple[str, str], Sent]:
+        """Bytes and calls for ``purpose`` since the start, by (axis, operation)."""
         return {(axis, name): sent for (booked, axis, name), sent in self._booked.items() if booked == purpose}

@@ -147,6 +147,21 @@ class ShardGroup:
             incoming[self.rank].copy_(outgoing[self.rank])
             return _Works(ticket, works)
 
+    def rotate(self, outgoing: Tensor, incoming: Tensor, what: str = "passing on a slice") -> Pending:
+        """``outgoing`` goes to the next rank of the ring, ``incoming`` comes from the one before. Both contiguous."""
+        self.ledger.add(self.axis, "send", outgoing.numel() * outgoing.element_size())
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        ticket = self.ticket(what)
+        with watch.wait(ticket):
+            if self._is_on_gloo(outgoing):
+                tag = zlib.crc32(what.encode()) >> 1
+                return _Works(ticket, [self._receive(incoming, before, tag), self._send(outgoing, following, tag)])
+            operations = [
+                dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=following),
+                dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=before),
+            ]
+            return _Works(ticket, dist.batch_isend_irecv(operations))
+
     def all_reduce(self, flat: Tensor, what: str = "summing gradients") -> Pending:
         """Sum ``flat`` over the ranks, in place."""
         if self.group is None or self.size == 1:

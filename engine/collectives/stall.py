@@ -93,7 +93,7 @@ class StallWatch:
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None and self._world is not None and self._world() is world:
             return
-        self._stop.set()
+        self._end_thread()
         self._world, self._issued, self.verdict, self.waiting = None, Counter(), None, None
         self.num_completed = self._num_published = 0
         if world is None or dist.get_world_size() == 1:
@@ -108,16 +108,19 @@ class StallWatch:
 
     def stop(self) -> None:
         """Watch no longer, and leave a word for peers that still wait."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            # A daemon thread that the interpreter's end meets inside a call of the store aborts the process
-            # (https://github.com/python/cpython/issues/87135): "terminate called without an active exception".
-            self._thread.join(_JOIN_SECONDS)
+        self._end_thread()
         world = self._world() if self._world is not None else None
         self._world = None
         if world is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody who could read
                 self._publish(dist.PrefixStore(_PREFIX, store_of(world)), has_ended=True)
+
+    def _end_thread(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # A daemon thread that the interpreter's end meets inside a call of the store aborts the process
+            # (https://github.com/python/cpython/issues/87135): "terminate called without an active exception".
+            self._thread.join(_JOIN_SECONDS)
 
     # --- what collectives call -------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ An object all-gather says who holds what, one all-gather of bytes brings it, so 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
+from engine.cut import Cut
 
 _ALIGNMENT = 16
 """Bytes; every piece begins where any dtype may be read."""
@@ -62,3 +64,16 @@ def gather_whole(pieces: Sequence[Piece], group: ShardGroup, device: torch.devic
         values = flat[position : position + numel * dtype.itemsize].view(dtype)
         target.view(-1)[start : start + numel] = values
     return whole
+
+
+@torch.no_grad()
+def join_parts(
+    parts: Mapping[Any, Tensor], cuts: Mapping[Any, Cut], group: ShardGroup, device: torch.device
+) -> dict[Any, Tensor]:
+    """``parts`` with those in ``cuts`` joined from what the ranks of ``group`` hold. All ranks call it alike."""
+    if group.size == 1:
+        return dict(parts)
+    mine = [Piece((key, group.rank), tuple(parts[key].shape), 0, parts[key]) for key in cuts]
+    held = gather_whole(mine, group, device) if mine else {}
+    joined = {key: cut.join([held[key, rank] for rank in range(group.size)]) for key, cut in cuts.items()}
+    return {key: joined.get(key, part) for key, part in parts.items()}

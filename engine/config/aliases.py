@@ -19,6 +19,7 @@ _IGNORED = "a name from DeepSpeed's documentation, which DeepSpeed ignores"
 
 CURRENT: dict[Path, Path] = {
     **{("zero_optimization", f"stage3_{key}"): ("zero_optimization", key) for key in _STAGE3},
+    ("tensor_parallel", "autotp_size"): ("tensor_parallel", "size"),
     ("tensor_parallel", "tp"): ("tensor_parallel", "tensor_parallel"),
     ("tensor_parallel", "kernel_inject"): ("tensor_parallel", "replace_with_kernel_inject"),
 }

@@ -48,11 +48,13 @@ def _sampling(config: Config) -> Any:
     return config.data_efficiency.data_sampling if config.data_efficiency else None
 
 
-def _routing(config: Config) -> Any:
-    return config.data_efficiency.data_routing if config.data_efficiency else None
+def _token_drop(config: Config) -> Any:
+    """Where it is switched on."""
+    routing = config.data_efficiency.data_routing if config.data_efficiency else None
+    return routing.random_ltd if routing is not None and _on(routing.random_ltd) else None
 
 
-def _checkpointing_on(config: Config) -> bool:
+def checkpoints_activations(config: Config) -> bool:
     section = config.activation_checkpointing
     return section is not None and bool(
         section.partition_activations
@@ -76,24 +78,18 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
         lambda zero: zero.zero_quantized_nontrainable_weights
     ),
     "zero_optimization.zero_quantized_gradients": _at_stage_3(lambda zero: zero.zero_quantized_gradients),
-    "activation_checkpointing": _checkpointing_on,
+    "activation_checkpointing": checkpoints_activations,
     "pipeline.stages": lambda config: config.pipeline is not None and config.pipeline.stages not in ("auto", 0, 1),
     "pipeline.activation_checkpoint_interval": (
         lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0
     ),
-    "tensor_parallel.autotp_size": lambda config: (
-        config.tensor_parallel is not None and config.tensor_parallel.autotp_size > 1
-    ),
-    "sequence_parallel_size": lambda config: config.sequence_parallel_size > 1,
-    "parallel.context_parallel": lambda config: config.parallel.context_parallel > 1,
     "expert_parallel.enabled": lambda config: _on(config.expert_parallel),
     "data_efficiency.data_sampling.dynamic_batching.enabled": (
         lambda config: _sampling(config) is not None and _on(_sampling(config).dynamic_batching)
     ),
-    "data_efficiency.data_routing.random_ltd.enabled": (
-        lambda config: _routing(config) is not None and _on(_routing(config).random_ltd)
+    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": (
+        lambda config: _token_drop(config) is not None and _on(_token_drop(config).layer_token_lr_schedule)
     ),
-    "progressive_layer_drop.enabled": lambda config: _on(config.progressive_layer_drop),
     "sparse_attention": lambda config: config.sparse_attention is not None,
     "compression_training": lambda config: (
         config.compression_training is not None

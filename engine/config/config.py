@@ -51,6 +51,7 @@ from engine.config.sections.services import (
     NebulaSection,
     WeightQuantizationSection,
 )
+from engine.config.sections.smp import SmpSection
 from engine.config.sections.zero import AioSection, ZeroSection
 
 Origin = Literal["user", "default", "auto"]
@@ -125,6 +126,7 @@ class Config(Section):
     data_parallel_size: int | None = Field(None, ge=1, description="Ranks that hold different samples.")
     expert_parallel: ExpertParallelSection | None = Field(None, description="Expert parallelism.")
     use_data_before_expert_parallelism: bool = Field(False, description="Rank order: data before experts.")
+    smp: SmpSection | None = Field(None, description="Parameters of SageMaker's model parallel library.")
     parallel: ParallelSection = nested(ParallelSection, "Placement of ranks, context parallelism.")
 
     # data and layers

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from engine.config.aliases import ALIASES, CURRENT, OUTDATED
-from engine.config.messages import Note, Problem, show
-from engine.config.places import Path, Places, join_path
+from engine.config.messages import show
+from engine.config.places import Path, join_path
+from engine.config.smp import translate_smp
+from engine.config.translation import Translation, truth
+
+__all__ = ["DTYPE_NAMES", "MEANINGLESS", "Translation", "translate", "truth"]
 
 _BF16_SCALE = "belongs to fp16: bf16 has the exponent range of fp32 and needs no loss scale; ignored"
 
@@ -37,62 +39,11 @@ MEANINGLESS: dict[Path, str] = {
     },
 }
 
-TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-FALSE_WORDS = frozenset({"false", "no", "off", "0"})
-
 DTYPE_NAMES: dict[str, str] = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), "fp32"),
 }
-
-
-@dataclass
-class Translation:
-    """The tree that is being translated, in place, and what there is to say about it."""
-
-    tree: dict[str, Any]
-    places: Places
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-    meant: set[str] = field(default_factory=set)
-    """Canonical paths that a wrong value would have gone to."""
-
-    def note(self, path: Path, message: str) -> None:
-        self.notes.append(Note(join_path(path), message, self.places.of_key(path)[1]))
-
-    def problem(self, path: Path, message: str, code: str, **more: Any) -> None:
-        file, line, column = self.places.of_key(path)
-        self.problems.append(Problem(join_path(path), message, code, file, line, column, **more))
-
-    def has(self, path: Path) -> bool:
-        parent = self.parent(path)
-        return parent is not None and path[-1] in parent
-
-    def get(self, path: Path) -> Any:
-        parent = self.parent(path)
-        return None if parent is None else parent.get(path[-1])
-
-    def pop(self, path: Path) -> Any:
-        parent = self.parent(path)
-        return None if parent is None else parent.pop(path[-1], None)
-
-    def parent(self, path: Path) -> dict[Any, Any] | None:
-        node: Any = self.tree
-        for part in path[:-1]:
-            node = node.get(part) if isinstance(node, dict) else None
-        return node if isinstance(node, dict) else None
-
-    def put(self, path: Path, value: Any, written: Path) -> None:
-        """Set a value, creating sections, and remember where it really stands in the file."""
-        node: Any = self.tree
-        for part in path[:-1]:
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
-            node = node[part]
-        node[path[-1]] = value
-        if path != written:
-            self.places.moved[path] = self.places.written(written)
 
 
 def translate(translation: Translation) -> None:
@@ -142,14 +93,12 @@ def _zero_as_bool(translation: Translation) -> None:
         translation.note(path, f"{show(value)} is the oldest form; read as stage {int(value)}")
 
 
-def truth(value: Any) -> bool | None:
-    """The truth value that a JSON value spells, or None."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        word = value.strip().lower()
-        return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
-    return bool(value) if value in (0, 1) else None
+def _tensor_parallel_as_number(translation: Translation) -> None:
+    path: Path = ("tensor_parallel",)
+    value = translation.get(path)
+    if isinstance(value, int) and not isinstance(value, bool):
+        translation.tree["tensor_parallel"] = {"size": value}
+        translation.places.moved[("tensor_parallel", "size")] = path
 
 
 def _cpu_offload(old: str, new: str) -> Callable[[Translation], None]:
@@ -250,6 +199,7 @@ def _infinite_print_interval(translation: Translation) -> None:
 
 _RULES: tuple[Callable[[Translation], None], ...] = (
     _zero_as_bool,
+    _tensor_parallel_as_number,
     _cpu_offload("cpu_offload", "offload_optimizer"),
     _cpu_offload("cpu_offload_param", "offload_param"),
     _offload_pin_memory,
@@ -258,4 +208,5 @@ _RULES: tuple[Callable[[Translation], None], ...] = (
     _fp32_allreduce,
     _null_output_path("tensorboard"),
     _null_output_path("csv_monitor"),
+    translate_smp,
 )

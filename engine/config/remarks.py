@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.config.sections.base import Section
+from engine.config.smp import WITHOUT_EFFECT as SMP_WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from engine.config.config import Config
@@ -44,7 +45,6 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "pipeline.seed_layers": ("DeepSpeed does not read it from the JSON either", (False,)),
     "tensor_parallel.dtype": ("the dtype of the model counts", (None,)),
     "model.tiny": ("training uses model.args; these are for quick trials", ({},)),
-    "data_parallel_size": ("the number of data-parallel ranks follows from the world size", (None,)),
     "use_data_before_expert_parallelism": ("the mesh has no expert axis", (False,)),
     "memory_breakdown": ("memory is not reported phase by phase", (False,)),
     "dump_state": ("the resolved plan is printed instead", (False,)),
@@ -58,6 +58,10 @@ WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "data_efficiency.data_sampling.num_epochs": ("samples are drawn for as long as training goes on", ()),
     "data_efficiency.data_sampling.pin_memory": ("batches for an accelerator are always pinned", (True,)),
     "data_efficiency.data_routing.enabled": (_SWITCHES_INSIDE, ()),
+    "data_efficiency.data_routing.random_ltd.model_type": ("masks follow the tokens in every model", ()),
+    "data_efficiency.data_routing.random_ltd.global_batch_size": ("the batch of the run counts", (None,)),
+    "data_efficiency.data_routing.random_ltd.micro_batch_size": ("the batch of the run counts", (None,)),
+    **SMP_WITHOUT_EFFECT,
 }
 """Path -> why it has no effect, and the values that need no note because they ask for what happens anyway.
 

@@ -50,7 +50,7 @@ MEANT: dict[str, str] = {
     "loss_scale": "fp16.loss_scale",
     "autocast": "torch_autocast",
     "csv": "csv_monitor",
-    "tp_size": "tensor_parallel.autotp_size",
+    "tp_size": "tensor_parallel.size",
 }
 """What people call a thing elsewhere (a key, or a whole path) -> the path it has here."""
 

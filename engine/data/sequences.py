@@ -145,7 +145,7 @@ def _dimensions(name: str, tensor: Tensor, num_sequences: int, length: int) -> t
             return (0,)
         if sizes[0] == num_sequences and _is_integer(tensor) and sizes[1] > 1:
             raise EngineError(
-                f"curriculum: {name} has shape {sizes}, while sequences have {length} tokens: how it belongs to "
+                f"{name} has shape {sizes}, while sequences have {length} tokens: how it belongs to "
                 f"them is not clear; {REMEDY}"
             )
         return ()

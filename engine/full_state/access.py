@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from engine.collectives.agreement import Agreement
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
-from engine.collectives.whole import Piece, gather_whole
+from engine.collectives.whole import Piece, gather_whole, join_parts
 from engine.config.suggest import nearest
 from engine.contracts import EngineError
+from engine.cut import Cut
 from engine.mesh import Mesh
+from engine.model.zero.local_gradients import LocalGradients
 from engine.parameters import ParameterInfo, ParameterRegistry
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class FullState(ABC):
         given = {info.index: values[name] for name, info in infos.items()}
         for shard in self._all_shards():
             if shard.info.index in given:
-                shard.parameter.copy_(_part(given[shard.info.index], shard))
+                shard.parameter.copy_(shard.part_of(given[shard.info.index]))
         self.roles.reduction.publish()
 
     # --- gradients -------------------------------------------------------------------------------------------
@@ -101,11 +103,18 @@ class FullState(ABC):
         As the optimizer would get them, before clipping: the mean over ranks, unscaled, divided by the accumulation
         steps, of the micro-batches that have come. Zeros where there is no gradient. Reduces what waits, so stages 0
         and 1 communicate earlier than they would. Raises EngineError where no backward has come since the last step,
-        and for a frozen parameter.
+        and for a frozen parameter; and for one whose gradients a 1-bit optimizer leaves on their ranks.
         """
         wanted = self._names(names, trained=True)
         divisor = self._begin_gradients("full_gradients", wanted)
         infos = self._trained(wanted)
+        if isinstance(self.roles.reduction, LocalGradients):
+            unreduced = self.roles.reduction.unreduced()
+            if local := [name for name, info in infos.items() if info.index in unreduced]:
+                raise EngineError(
+                    f"full_gradients: {_some(local)} travels as 1-bit momentum in this step, so its gradient is "
+                    "averaged nowhere; read it in the warm-up, or the averaged momentum, full_optimizer_states()"
+                )
         indices = {info.index for info in infos.values()}
         pieces = [
             self._piece(shard, shard.parameter.grad / divisor)
@@ -129,7 +138,7 @@ class FullState(ABC):
             if shard.info.index in given:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.zeros_like(shard.parameter)
-                gradient = _part(given[shard.info.index], shard).to(shard.parameter.device, torch.float32)
+                gradient = shard.part_of(given[shard.info.index]).to(shard.parameter.device, torch.float32)
                 shard.parameter.grad.copy_(gradient * divisor)
         self.roles.reduction.adopt_gradients(set(given))
 
@@ -178,8 +187,12 @@ class FullState(ABC):
                 raise EngineError(
                     f"the optimizer has no state {key!r} for {shard.info.name}; it has {', '.join(state)}"
                 )
-            if isinstance(held, Tensor) and held.shape == shard.parameter.shape and value.numel() == shard.info.numel:
-                held.copy_(_part(value, shard))
+            if (
+                isinstance(held, Tensor)
+                and held.shape == shard.parameter.shape
+                and value.numel() == shard.info.global_numel
+            ):
+                held.copy_(shard.part_of(value))
             else:
                 optimizer.load_named_state({shard.info.name: {**state, key: value}})
 
@@ -218,8 +231,8 @@ class FullState(ABC):
             for key, value in saved["state"].get(shard.info.name, {}).items():
                 held = named.get(shard.info.name, {}).get(key)
                 is_cut = isinstance(held, Tensor) and held.shape == shard.parameter.shape
-                cut = is_cut and value.numel() == shard.info.numel
-                mine.setdefault(shard.info.name, {})[key] = _part(value, shard) if cut else value
+                cut = is_cut and value.numel() == shard.info.global_numel
+                mine.setdefault(shard.info.name, {})[key] = shard.part_of(value) if cut else value
         optimizer.load_named_state(mine)
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for key, value in options.items():
@@ -267,8 +280,9 @@ class FullState(ABC):
                 problems.append(
                     f"the model has no parameter {name!r}" + (f"; did you mean {close!r}?" if close else "")
                 )
-            elif values is not None and tuple(values[name].shape) != info.shape:
-                problems.append(f"{name} has the shape {info.shape}, and the value given {tuple(values[name].shape)}")
+            elif values is not None and tuple(values[name].shape) != info.global_shape:
+                given = tuple(values[name].shape)
+                problems.append(f"{name} has the shape {info.global_shape}, and the value given {given}")
             else:
                 infos[name] = info
         if problems:
@@ -313,21 +327,28 @@ class FullState(ABC):
         return pieces
 
     def _gather(self, pieces: list[Piece]) -> dict[Any, Tensor]:
-        group = ShardGroup.of(self.mesh, "dp_shard", self.ledger)
+        """By key (a parameter's name, or a tuple that begins with it), whole on every rank."""
+        shards, parts = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "tp"))
         with self.ledger.apart("state"):
-            return gather_whole(pieces, group, self.mesh.device)
+            whole = gather_whole(pieces, shards, self.mesh.device)
+            return join_parts(whole, self._cuts(whole), parts, self.mesh.device)
+
+    def _cuts(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Cut]:
+        """How those of ``tensors`` that are parts of layers split over tp ranks lie over them."""
+        infos = {key: self.parameter_registry.by_name[key[0] if isinstance(key, tuple) else key] for key in tensors}
+        return {
+            key: info.cut
+            for key, info in infos.items()
+            if info.cut is not None and tuple(tensors[key].shape) == info.shape
+        }
 
     def _or_zeros(self, whole: Mapping[Any, Tensor], info: ParameterInfo, dtype: torch.dtype) -> Tensor:
         found = whole.get(info.name)
-        return found if found is not None else torch.zeros(info.shape, dtype=dtype, device=self.mesh.device)
+        return found if found is not None else torch.zeros(info.global_shape, dtype=dtype, device=self.mesh.device)
 
 
 _LAYOUT = ("params", "param_names", "global_index", "num_global", "global_ndim")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-
-
-def _part(value: Tensor, shard: ParameterShard) -> Tensor:
-    return value.detach().reshape(-1)[shard.start : shard.stop].view(shard.parameter.shape)
 
 
 def _names_by_group(optimizer: EngineOptimizer) -> list[tuple[str, int]]:

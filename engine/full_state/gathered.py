@@ -60,7 +60,7 @@ def _opened(owner: LocalState, names: list[str], modifier_rank: int | None) -> I
 
 def is_cut(parameter: Tensor, info: ParameterInfo) -> bool:
     """Whether this rank's object is not the whole parameter (a DTensor says so by its type)."""
-    return hasattr(parameter, "to_local") or tuple(parameter.shape) != info.shape
+    return hasattr(parameter, "to_local") or tuple(parameter.shape) != info.global_shape
 
 
 class _Held:
@@ -93,8 +93,7 @@ def _adopt(
     for shard in owner._all_shards():
         if shard.info.index not in indices:
             continue
-        span = slice(shard.start, shard.stop)
-        new, old = inside[shard.info.name].reshape(-1)[span], before[shard.info.name].reshape(-1)[span]
+        new, old = (shard.part_of(values[shard.info.name]).view(-1) for values in (inside, before))
         master = shard.parameter.view(-1)
         if master.data_ptr() != new.data_ptr():
             master.copy_(torch.where(new != old, new.to(master.dtype), master))

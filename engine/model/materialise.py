@@ -20,8 +20,11 @@ from engine.random import stream_seed
 class Materialiser:
     """Call it with modules; afterwards their parameters and buffers are on ``device`` and equal on all ranks.
 
-    ``broadcast`` sends rank 0's values (a no-op in one process); ``dtype_of`` says how a parameter is stored.
-    A module is done once, with everything below it that is not done yet.
+    ``broadcast`` sends the first data-parallel rank's values (a no-op in one process); ``dtype_of`` says how a
+    parameter is stored. A module is done once, with everything below it that is not done yet.
+
+    Where layers are split over tp ranks, a parameter is filled whole, made equal by ``broadcast_whole``, and then cut
+    to this rank's part: so every split starts equal, whatever shapes an initialisation reads.
 
     Meta parameters are filled as the model's own constructor would: `reset_parameters` of each module, then the
     model's `_init_weights(module)` (Hugging Face's convention), inner modules first. A module around the ``blocks`` is
@@ -41,9 +44,11 @@ class Materialiser:
         broadcast: Callable[[Tensor], None],
         dtype_of: Callable[[torch.dtype], torch.dtype],
         same_everywhere: bool = True,
+        broadcast_whole: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         self._model, self._registry, self._device, self._seed = model, registry, device, seed
         self._broadcast, self._dtype_of, self._same_everywhere = broadcast, dtype_of, same_everywhere
+        self._broadcast_whole = broadcast_whole
         self._names = {module: name for name, module in model.named_modules()}
         inside = {module for block in blocks for module in block.modules()}
         self._around = {m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules())}
@@ -110,14 +115,20 @@ class Materialiser:
             if parameter in self._placed:
                 continue
             self._placed.add(parameter)
-            dtype = self._dtype_of(parameter.dtype)
-            if parameter.device != self._device or parameter.dtype != dtype:
-                parameter.data = parameter.data.to(self._device, dtype)
-            parameter.data = parameter.data.contiguous()  # shards are cut from row-major values
+            info = self._registry.info(parameter)
+            values = parameter.data
+            if broadcast:
+                values = values.to(self._device).contiguous()
+                self._broadcast_whole(values)
+            if info is not None:
+                values = info.part(values)
+            # shards are cut from row-major values
+            parameter.data = values.to(self._device, self._dtype_of(values.dtype)).contiguous()
             if broadcast:
                 self._broadcast(parameter.data)
         for key, buffer in list(module.named_buffers(recurse=False)):
             buffer = buffer.to(self._device)
+            self._broadcast_whole(buffer)
             self._broadcast(buffer)
             setattr(module, key, buffer)
 

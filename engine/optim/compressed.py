@@ -207,13 +207,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             if mask is None:
                 continue
             try:
-                whole = torch.as_tensor(mask).to(flat_mask).expand(shard.info.shape)
+                whole = torch.as_tensor(mask).to(flat_mask).expand(shard.info.global_shape)
             except RuntimeError as error:
                 raise EngineError(
                     f"exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not broadcast to the shape "
-                    f"{tuple(shard.info.shape)} of the parameter"
+                    f"{tuple(shard.info.global_shape)} of the parameter"
                 ) from error
-            flat_mask[a:b] = (whole != 0).to(flat_mask).reshape(-1)
+            flat_mask[a:b] = (shard.info.part(whole) != 0).to(flat_mask).reshape(-1)
         return flat_mask
 
     def initialize_state(self, params: Iterable[Tensor]) -> None:

@@ -20,7 +20,11 @@ ADD_BATCH = f'add "{MICRO}": 8, for example; the rest follows from it'
 
 
 def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Findings) -> BatchPlan | None:
-    """All three numbers from those given ("auto" counts as missing), in exact integers; None when they cannot be."""
+    """All three numbers from those given ("auto" counts as missing), in exact integers.
+
+    None when they cannot be, or when the degrees do not fill the world: then it is not known over how many ranks a
+    batch is spread.
+    """
     given = {
         key: value
         for key in (TOTAL, MICRO, ACCUMULATION)
@@ -28,6 +32,8 @@ def resolve_batch(config: Config, world: World, degrees: Degrees, findings: Find
     }
     if TOTAL not in given and MICRO not in given:
         _report_missing(findings)
+        return None
+    if degrees.size != world.size:
         return None
 
     dp = degrees.dp

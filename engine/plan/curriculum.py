@@ -116,7 +116,8 @@ def _check_cuts(plan: CurriculumPlan, config: Config, findings: Findings) -> Non
             )
         if metric.use == "reshape" and config.model is not None:
             _check_pieces(metric, config.data.sequence_length, findings)
-    if config.sequence_keys is not None and not cutting:
+    is_sliced = config.sequence_parallel_size > 1 or config.parallel.context_parallel > 1
+    if config.sequence_keys is not None and not cutting and not is_sliced:
         findings.note("sequence_keys", "no effect: nothing cuts sequences")
 
 

@@ -37,7 +37,7 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Plan, facts: ModelFacts) -> MemoryEstimate:
     """What ZeRO's formula says for this plan: each kind of state is divided by the ranks from its stage on."""
-    stage, shard = plan.zero.stage, plan.degrees.dp_shard
+    stage, shard = plan.zero.stage, plan.shard_size
     compute = DTYPE_BYTES[plan.precision.compute]
     total, trainable = facts.num_parameters, facts.num_trainable_parameters
     masters = 0 if plan.precision.compute == "fp32" else 4
@@ -48,7 +48,7 @@ def estimate_memory(plan: Plan, facts: ModelFacts) -> MemoryEstimate:
     else:
         parameters, gathered = compute * total, 0
     gradients = DTYPE_BYTES[plan.precision.accumulate] * _share(trainable, shard if stage >= 2 else 1)
-    moments = _moments(plan.optimizer)
+    moments = num_moments(plan.optimizer)
     optimizer = None if moments is None else (4 * moments + masters) * _share(trainable, shard if stage >= 1 else 1)
     return MemoryEstimate(parameters, gradients, optimizer, gathered)
 
@@ -57,7 +57,8 @@ def _share(elements: int, ranks: int) -> int:
     return -(-elements // ranks)
 
 
-def _moments(optimizer: OptimizerPlan | None) -> int | None:
+def num_moments(optimizer: OptimizerPlan | None) -> int | None:
+    """fp32 numbers that the optimizer keeps per element; None for one that is not known here."""
     if optimizer is None or optimizer.type not in MOMENTS:
         return None
     params = optimizer.params

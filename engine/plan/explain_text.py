@@ -149,14 +149,14 @@ def _computation(plan: Plan) -> str:
 
 
 def _sharding(plan: Plan) -> str:
-    ranks, stage = plan.degrees.dp, plan.zero.stage
+    ranks, stage = plan.degrees.dp * plan.degrees.slices, plan.zero.stage
     size = bytes_per_parameter(plan)
     memory = f" ({size:.3g} bytes per parameter, activations aside)" if size is not None else ""
     if ranks == 1:
         return f"One rank holds everything{memory}."
     if stage == 0:
         return f"Each of the {ranks} ranks holds a whole replica{memory}, and gradients are averaged."
-    return f"ZeRO stage {stage}: {SHARDED[stage]} over {plural(plan.degrees.dp_shard, 'rank')}{memory}."
+    return f"ZeRO stage {stage}: {SHARDED[stage]} over {plural(plan.shard_size, 'rank')}{memory}."
 
 
 def _optimizer(plan: Plan) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 from engine.plan.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
 from engine.plan.findings import Findings
-from engine.plan.world import imagined_world, resolve_degrees
+from engine.plan.world import imagined_world, model_degrees, resolve_degrees
 from engine.plan.zero import resolve_zero
 
 if TYPE_CHECKING:
@@ -29,15 +29,13 @@ def _candidates(config: Config) -> set[int]:
     """One rank; the ranks of one group of each kind; those that the three batch sizes imply; products of these."""
     zero = config.zero_optimization
     shards = lcm(max(zero.mics_shard_size, 1), max(zero.zero_hpz_partition_size, 1))
-    model = config.sequence_parallel_size * config.parallel.context_parallel
-    if config.tensor_parallel is not None:
-        model *= max(config.tensor_parallel.autotp_size, 1)
-    if config.pipeline is not None and isinstance(config.pipeline.stages, int):
-        model *= max(config.pipeline.stages, 1)
+    model = prod(model_degrees(config).values())
     total, micro, accumulation = (getattr(config, key) or 0 for key in (TOTAL, MICRO, ACCUMULATION))
     per_rank = micro * accumulation
     implied = total // per_rank if total and per_rank and total % per_rank == 0 else 1
     ranks = {1, shards, implied, lcm(shards, implied)}
+    if config.data_parallel_size:
+        ranks |= {config.data_parallel_size}
     return ranks | {size * model for size in ranks}
 
 

@@ -49,6 +49,20 @@ STAGE_3_KEYS = (
 
 INEFFECTIVE = (
     Ineffective(
+        "tensor_parallel.preset_model", "a model's own plan is read, else the flow of data through its blocks", (None,)
+    ),
+    Ineffective("tensor_parallel.partition_config.use_default_specs", "what no spec names stays whole", (False,)),
+    Ineffective("tensor_parallel.partition_config.embedding_partition_dim", "embeddings are cut by their rows", (0,)),
+    Ineffective(
+        "tensor_parallel.partition_config.lm_head_patterns", "the output layer is known by its size and its weight"
+    ),
+    Ineffective("tensor_parallel.tp_overlap_comm", "a row's sum is needed by the layer that follows it", (False,)),
+    Ineffective("tensor_parallel.tensor_parallel.tp_grain_size", "every rank gets equal parts", (1,)),
+    Ineffective("tensor_parallel.injection_policy_tuple", "it is for inference", (None,)),
+    Ineffective("tensor_parallel.keep_module_on_host", "it is for inference", (False,)),
+    Ineffective("tensor_parallel.replace_with_kernel_inject", "it is for inference", (False,)),
+    Ineffective("tensor_parallel.vocab_parallel_ce_backend", "the engine computes the loss of cut logits", ("torch",)),
+    Ineffective(
         "torch_autocast.lower_precision_safe_modules",
         "gradients of all modules are reduced in communication_data_type, and autocast decides by operation",
         (None,),
@@ -84,7 +98,10 @@ INEFFECTIVE = (
     Ineffective(ZERO + "save_muon_momentum_buffer_in_memory", "momentum is always in memory", (True,)),
     Ineffective("bf16.immediate_grad_update", "gradients accumulate as each one is ready", (True,)),
     Ineffective("fp16.auto_cast", "floating inputs are always cast to the compute dtype", (True,)),
-    Ineffective("seq_parallel_communication_data_type", "there is no sequence parallelism in this run"),
+    Ineffective(
+        "seq_parallel_communication_data_type",
+        "gradients of slices are reduced with all others, in communication_data_type",
+    ),
 )
 
 

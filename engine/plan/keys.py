@@ -86,7 +86,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "enabled": (False,),
     "device": ("none",),
     "stages": ("auto", 0, 1),
-    "autotp_size": (0, 1),
+    "size": (0, 1),
     "deepcompile": (False,),
 }
 """Keys that switch the section they stand in -> the values that switch it off."""

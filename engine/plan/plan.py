@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine.plan.placement import AXES
+
 if TYPE_CHECKING:
     from engine.config import Config, Note
     from engine.plan.facts import ModelFacts
@@ -26,11 +28,15 @@ class World:
     device_count: int = 0
     how: str = ""
     """How the size was found, as a clause for messages: "torchrun variables", "no process group was found"."""
+    split_by_caller: int = 1
+    """Ranks over which the caller has split the model already (mpu): they get the same samples."""
+    placement_of_caller: str = ""
+    """Where those ranks stand."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The mesh axes. Their product is the world size; ``dp`` = dp_replicate x dp_shard."""
+    """The mesh axes. Their product is the world size (of a plan without problems); ``dp`` = dp_replicate x dp_shard."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -38,10 +44,32 @@ class Degrees:
     cp: int = 1
     sp: int = 1
     tp: int = 1
+    placement: str = "PDT"
+    """The order of the axes, see `engine.plan.placement`."""
+    split_by_caller: bool = False
+    """The tp ranks hold what the caller has split (mpu), not what the engine splits."""
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a sequence is cut: cp x sp."""
+        return self.cp * self.sp
+
+    @property
+    def model(self) -> int:
+        """Ranks that work on the same samples: pp x cp x sp x tp."""
+        return self.pp * self.cp * self.sp * self.tp
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.model
 
 
 @dataclass(frozen=True)
@@ -172,6 +200,34 @@ class CurriculumPlan:
 
 
 @dataclass(frozen=True)
+class LayerDropPlan:
+    """``theta``: what the keep probability of the last layer approaches; ``gamma``: how fast, per step that updates.
+
+    ``deepspeed``: sample, scale and count steps as DeepSpeed and its example do (engine/model/layer_drop.py).
+    """
+
+    theta: float
+    gamma: float
+    deepspeed: bool = False
+
+
+@dataclass(frozen=True)
+class TokenDropPlan:
+    """``schedule``: the tokens that a layer keeps, by the steps that have updated the model, from 0.
+
+    ``layers``: those that drop tokens; None: all but the first and the last, ``num_dropping`` of them where that is
+    given. ``num_layers``: how many blocks the model has to have.
+    """
+
+    schedule: DifficultySchedule
+    layers: tuple[int, ...] | None = None
+    num_dropping: int | None = None
+    num_layers: int | None = None
+    order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+    mask_name: str | None = None
+
+
+@dataclass(frozen=True)
 class Resolved:
     """One resolved value and why it has it. ``path`` is the JSON path, ``reason`` one plain sentence or ''."""
 
@@ -200,9 +256,21 @@ class Plan:
     schedule: SchedulePlan | None
     seed: int
     curriculum: CurriculumPlan | None = None
+    layer_drop: LayerDropPlan | None = None
+    token_drop: TokenDropPlan | None = None
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None
+
+    @property
+    def shard_size(self) -> int:
+        """Among how many ranks ZeRO cuts: those of dp_shard, from stage 1 on with the slices of a sequence."""
+        return self.degrees.dp_shard * (self.degrees.slices if self.zero.stage else 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same of what ZeRO cuts."""
+        return self.degrees.dp_replicate * (1 if self.zero.stage else self.degrees.slices)
 
     def render(self, columns: int = 120) -> str:
         """The plan as text for people, in lines of at most so many columns where words allow."""

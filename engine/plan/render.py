@@ -8,8 +8,11 @@ from typing import Any
 
 from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
+from engine.plan.layer_drop import describe_layer_drop
 from engine.plan.one_bit import describe as describe_one_bit
+from engine.plan.placement import axes_in_order, describe_crossings, describe_places
 from engine.plan.plan import Origin, Plan
+from engine.plan.token_drop import describe_token_drop
 
 MAX_COLUMNS = 120
 
@@ -56,6 +59,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     origins = {value.path: value.origin for value in plan.values}
     yield "world", _world(plan)
     yield "mesh", _mesh(plan)
+    for line in (describe_places(plan.degrees), describe_crossings(plan.degrees, plan.world)):
+        if line:
+            yield "", line
     yield from _batch(plan, origins)
     yield from _precision(plan, origins)
     yield from _zero(plan, origins)
@@ -64,6 +70,10 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     clipping = f"global norm {_show(plan.gradient_clipping)}" if plan.gradient_clipping else "off"
     yield "clipping", clipping + _mark(origins, "gradient_clipping")
     yield from _curriculum(plan)
+    if plan.layer_drop is not None:
+        yield "layer drop", describe_layer_drop(plan)
+    if plan.token_drop is not None:
+        yield "token drop", describe_token_drop(plan)
     yield "run", _run(plan, origins)
     yield "monitors", ", ".join(name for name in MONITORS if getattr(plan.config, name).enabled) or "none"
     yield from _memory(plan)
@@ -78,9 +88,10 @@ def _world(plan: Plan) -> str:
 
 def _mesh(plan: Plan) -> str:
     degrees = plan.degrees
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-    used = [f"{axis} {getattr(degrees, axis)}" for axis in axes if getattr(degrees, axis) > 1]
-    return " x ".join(used) or "one rank"
+    sizes = degrees.by_axis
+    used = [f"{axis} {sizes[axis]}" for axis in axes_in_order(degrees.placement) if sizes[axis] > 1]
+    order = f", outermost first (placement {degrees.placement})" if len(used) > 1 else ""
+    return (" x ".join(used) or "one rank") + order
 
 
 def _batch(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
@@ -117,7 +128,7 @@ def _precision(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str,
 
 def _zero(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
     zero = plan.zero
-    over = f" over {plural(plan.degrees.dp_shard, 'rank')}" if zero.stage else ""
+    over = f" over {plural(plan.shard_size, 'rank')}" if zero.stage else ""
     replicas = f" in {plan.degrees.dp_replicate} replicas" if zero.stage and plan.degrees.dp_replicate > 1 else ""
     yield (
         "zero",

@@ -11,6 +11,7 @@ from engine.plan.curriculum import resolve_curriculum
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import Findings
 from engine.plan.ineffective import note_ineffective
+from engine.plan.layer_drop import resolve_layer_drop
 from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
 from engine.plan.plan import Plan, World
@@ -28,6 +29,10 @@ from engine.plan.rules import (
     resolve_clipping,
 )
 from engine.plan.schedule import resolve_schedule
+from engine.plan.sequence_parallel import check_slices
+from engine.plan.smp import check_smp
+from engine.plan.tensor_parallel import check_pairs, check_tensor_parallel
+from engine.plan.token_drop import resolve_token_drop
 from engine.plan.world import resolve_degrees
 from engine.plan.zero import resolve_zero
 
@@ -103,13 +108,19 @@ def sketch(
     zero = run(resolve_one_bit, config, optimizer, degrees, zero, findings)
     schedule = run(resolve_schedule, config, optimizer, findings)
     curriculum = run(resolve_curriculum, config, findings)
+    layer_drop = run(resolve_layer_drop, config, findings)
+    token_drop = run(resolve_token_drop, config, degrees, facts, findings)
+    run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
     run(check_combinations, config, findings)
+    run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
     seed = findings.resolved("seed", config.seed)
     run(note_ineffective, config, findings)
     run(note_vocabulary, config, findings)
     run(note_profile_step, config, findings)
     run(note_facts, config, degrees, facts, findings)
+    run(check_tensor_parallel, config, degrees, facts, findings)
+    run(check_pairs, config, degrees, optimizer, findings)
     if batch is None:
         return None, findings
     result = Plan(
@@ -124,6 +135,8 @@ def sketch(
         schedule=schedule,
         seed=seed,
         curriculum=curriculum,
+        layer_drop=layer_drop,
+        token_drop=token_drop,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

@@ -123,8 +123,9 @@ def note_facts(config: Config, degrees: Degrees, facts: ModelFacts | None, findi
             "zero_optimization.stage",
             "the model has no repeated blocks: its parameters are gathered all at once (model.blocks names them)",
         )
-    if facts.num_parameters < degrees.dp_shard:
+    ranks = degrees.dp_shard * degrees.slices
+    if facts.num_parameters < ranks:
         findings.note(
             "zero_optimization.stage",
-            f"{facts.num_parameters} parameters over {degrees.dp_shard} ranks: some ranks hold none",
+            f"{facts.num_parameters} parameters over {ranks} ranks: some ranks hold none",
         )

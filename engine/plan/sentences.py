@@ -11,10 +11,12 @@ from typing import Any
 from engine.plan.estimates import DTYPE_BYTES, MOMENTS, estimate_memory, format_bytes
 from engine.plan.facts import ModelFacts
 from engine.plan.findings import plural
+from engine.plan.layer_drop import LAYER_DROP_SENTENCES
 from engine.plan.learning_rate import curve, peak
 from engine.plan.plan import Plan
 from engine.plan.render import SHARDED
 from engine.plan.sentences_run import OF_THE_RUN, Sentence
+from engine.plan.token_drop import TOKEN_DROP_SENTENCES
 
 MANY = 10**9
 """Parameters of an imagined model, to tell bytes per parameter."""
@@ -141,7 +143,7 @@ def _reduce(plan: Plan, value: Any) -> str:
 
 def _stage(plan: Plan, value: Any) -> str:
     what = SHARDED[plan.zero.stage]
-    ranks = plan.degrees.dp_shard if plan.zero.stage else plan.degrees.dp
+    ranks = plan.shard_size if plan.zero.stage else plan.num_replicas
     text = what[0].upper() + what[1:]
     if plan.zero.stage:
         text += f" over {plural(ranks, 'rank')}"
@@ -165,7 +167,7 @@ def _mics(plan: Plan, value: Any) -> str | None:
     degrees = plan.degrees
     if value is None or value <= 0:
         return None
-    return f"Groups of {degrees.dp_shard} ranks hold a whole model each; there are {degrees.dp_replicate} groups."
+    return f"Groups of {plan.shard_size} ranks hold a whole model each; there are {degrees.dp_replicate} groups."
 
 
 # --- optimizer ---
@@ -271,6 +273,8 @@ SAY_WHY = frozenset(
 
 SENTENCES: dict[str, Sentence] = {
     **OF_THE_RUN,
+    **LAYER_DROP_SENTENCES,
+    **TOKEN_DROP_SENTENCES,
     "train_batch_size": _total,
     "train_micro_batch_size_per_gpu": _micro,
     "gradient_accumulation_steps": _accumulation,

@@ -39,6 +39,7 @@ TOP_LEVEL: dict[str, str] = {
         (
             "pipeline", "tensor_parallel", "sequence_parallel_size", "seq_parallel_communication_data_type",
             "data_parallel_size", "expert_parallel", "use_data_before_expert_parallelism", "parallel", "elasticity",
+            "smp",
         ),
         "parallel",
     ),

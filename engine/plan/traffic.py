@@ -27,7 +27,7 @@ class TrafficEstimate:
 
 def estimate_traffic(plan: Plan, facts: ModelFacts) -> TrafficEstimate:
     """What the stage makes a rank send (docs/how_a_step_works.md has the table)."""
-    stage, shard, replicas = plan.zero.stage, plan.degrees.dp_shard, plan.degrees.dp_replicate
+    stage, shard, replicas = plan.zero.stage, plan.shard_size, plan.num_replicas
     gradients = facts.num_trainable_parameters * DTYPE_BYTES[plan.precision.reduce]
     compute = DTYPE_BYTES[plan.precision.compute]
     rounds = plan.batch.accumulation_steps if stage >= 2 and plan.batch.managed else 1

@@ -51,8 +51,8 @@ class GPT(nn.Module):
             for layer in (module.attention_out, module.mlp_out):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.num_blocks))
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
         x = self.token_embedding(input_ids) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)

@@ -29,7 +29,13 @@ def epochs(finished: Finished) -> list[tuple[int, float, float]]:
     return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in EPOCH.findall(finished.out)]
 
 
-@pytest.mark.parametrize("command", [(sys.executable,), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((sys.executable,), id="alone"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+    ],
+)
 def test_the_plain_loop_learns_the_same_before_and_after(command: tuple[str, ...], clean: Path) -> None:
     before, after = (
         epochs(run([name], cwd=clean, command=command, PYTHONPATH=str(ROOT))) for name in ("before.py", "after.py")

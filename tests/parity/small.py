@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,11 @@ VOCABULARY_SIZE = 101
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.1}
 
 
-class Regression(nn.Module):
+class Regression(nn.Module, ABC):
     """Everything here predicts ``y`` (4 features) from ``x`` (8 features) and returns the mean squared error."""
 
-    def predict(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def predict(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.predict(x), y)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import engine
@@ -51,6 +52,30 @@ def test_warm_up_of_one_bit_lamb_is_lamb_without_bias_correction(ranks):
         ranks(2).run(train, config_of("OneBitLamb", options, **more), 20) for more in ({}, {"optimizer": plain})
     )
     assert distance(one_bit["values"][-1], reference["values"][-1]) < 2e-6
+
+
+def read_gradients() -> list[str]:
+    """Of each step: that the gradients are the same on both ranks, or why they cannot be read."""
+    model_engine, found = start(config_of("OneBitAdam", {"freeze_step": 2})), []
+    for step in range(4):
+        batch = part(regression_batch(step), model_engine.mesh.dp_rank, 2)
+        model_engine.backward(model_engine(**batch))
+        try:
+            gradients = model_engine.full_gradient("layers.0.weight")
+            both = [torch.empty_like(gradients) for _ in range(2)]
+            dist.all_gather(both, gradients)
+            found.append(str(torch.equal(*both)))
+        except EngineError as error:
+            found.append(str(error))
+        model_engine.step()
+    model_engine.destroy()
+    return found
+
+
+def test_gradients_that_are_averaged_nowhere_cannot_be_read(ranks):
+    for first, second, third, fourth in ranks(2).run(read_gradients):
+        assert (first, second) == ("True", "True")
+        assert all("layers.0.weight travels as 1-bit momentum" in text for text in (third, fourth))
 
 
 # --- masks, groups, parameters without gradients ---------------------------------------------------------------

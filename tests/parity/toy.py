@@ -97,19 +97,18 @@ def reference_run(
         losses = []
         total = {name: torch.zeros_like(m) for name, m in masters.items()}
         for index in range(num_parts):
-            loss = model(**shown(part(toy_batch(step), index, num_parts), step))
+            output = model(**shown(part(toy_batch(step), index, num_parts), step))
+            loss = getattr(output, "loss", output)
             (loss * loss_scale / num_parts).backward()
             losses.append(loss.item())
             for name, p in trained.items():
                 assert p.grad is not None
                 total[name] += p.grad.float()
                 p.grad = None
-        for name, m in masters.items():
-            m.grad = total[name] / loss_scale
-        norm = torch.cat([m.grad.double().flatten() for m in masters.values()]).norm()
-        if clip:
-            for m in masters.values():
-                m.grad.mul_(min(1.0, clip / (norm.item() + 1e-6)))
+        gradients = [total[name] / loss_scale for name in masters]
+        norm = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+        for m, gradient in zip(masters.values(), gradients, strict=True):
+            m.grad = gradient * min(1.0, clip / (norm.item() + 1e-6)) if clip else gradient
         stepper.step()
         for name, p in trained.items():
             p.data.copy_(masters[name].detach())

@@ -57,7 +57,7 @@ def test_factors_that_cannot_act_are_told(make_plan: MakePlan) -> None:
 
 
 def test_every_entry_of_the_table_is_a_key_and_says_why() -> None:
-    config = load_config({})
+    config = load_config({"tensor_parallel": {"partition_config": {}}})
     for entry in INEFFECTIVE:
         value_at(config, entry.path)
         assert entry.reason

@@ -20,6 +20,7 @@ RUNGS = (
     "compat",
     "cli",
     "entry",
+    "mpu",
     "build",
     "engine",
     "surface",
@@ -36,6 +37,7 @@ RUNGS = (
     "collectives",
     "contracts",
     "parameters",
+    "cut",
     "mesh",
     "random",
     "device",
@@ -49,7 +51,16 @@ MAX_LINES = 400
 MAX_BUILD_LINES = 150
 MAX_STEP_LINES = 60
 MAX_EXAMPLE_LINES = 60
-FOREIGN_PRIVATE_ALLOWED = {"_exit", "_asdict", "_replace", "_fields", "_no_split_modules", "_init_weights"}
+FOREIGN_PRIVATE_ALLOWED = {
+    "_exit",
+    "_asdict",
+    "_replace",
+    "_fields",
+    "_no_split_modules",
+    "_init_weights",
+    "_tp_plan",
+    "_supports_flash_attn",
+}
 """Underscored, yet documented: parts of the standard library, and what transformers asks model authors to define."""
 
 

@@ -1,6 +1,6 @@
-"""docs/commands.md shows what the commands print: every command is run, in order, and its output compared.
+"""docs/commands.md and docs/planning.md show what commands print: each is run, in order, and its output compared.
 
-`PTRAIN_UPDATE_PAGES=1 python -m pytest tests/unit/test_command_page.py` writes the page anew.
+`PTRAIN_UPDATE_PAGES=1 python -m pytest tests/unit/test_command_page.py` writes the pages anew.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "commands.md"
+PAGES = [PAGE, REPOSITORY / "docs" / "planning.md"]
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 EXIT_CODES = {0: "", 1: "exit code 1\n", 2: "exit code 2\n"}
 
@@ -43,22 +44,23 @@ def output_of(commands: str, folder: Path) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert "Traceback" not in done.stderr
         printed += done.stdout + done.stderr + EXIT_CODES[done.returncode]
     return printed
 
 
-def test_the_page_shows_what_is_printed(folder: Path) -> None:
-    text = PAGE.read_text("utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_what_is_printed(page: Path, folder: Path) -> None:
+    text = page.read_text("utf-8")
 
     def shown(match: re.Match[str]) -> str:
         return f"```bash\n{match['commands']}```\n\n```text\n{output_of(match['commands'], folder)}```\n"
 
     fresh = BLOCK.sub(shown, text)
     if os.environ.get("PTRAIN_UPDATE_PAGES") == "1":
-        PAGE.write_text(fresh, "utf-8")
+        page.write_text(fresh, "utf-8")
     assert fresh == text
 
 

@@ -15,7 +15,7 @@ from engine.config.sections.base import Section
 from engine.plan.ineffective import INEFFECTIVE
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
-SWITCHES = ("enabled", "device", "stages", "autotp_size", "deepcompile")
+SWITCHES = ("enabled", "device", "stages", "size", "deepcompile")
 """Keys that switch the section they stand in: where such a key is not built, its neighbours are not either."""
 
 

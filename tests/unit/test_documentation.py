@@ -37,13 +37,13 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
-COMMAND_PAGE = "docs/commands.md"
-"""Runs in order, with its output, in test_command_page.py."""
+COMMAND_PAGES = ("docs/commands.md", "docs/planning.md")
+"""Run in order, with their output, in test_command_page.py."""
 
 
 def commands() -> list[str]:
     """Every line of a bash block, without its comment."""
-    shown = [text for page, text in blocks("bash") if page != COMMAND_PAGE]
+    shown = [text for page, text in blocks("bash") if page not in COMMAND_PAGES]
     lines = {line.partition(" # ")[0].strip() for text in shown for line in text.splitlines()}
     return sorted(lines - {""})
 

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from engine.contracts import EngineError
-from engine.mesh import AXES, coordinates
 from engine.parameters import ParameterRegistry
+from engine.plan.placement import AXES, coordinates
 
 
 def tied() -> nn.Module:

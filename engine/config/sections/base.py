@@ -45,6 +45,10 @@ class Section(BaseModel):
         yield from ()
 
 
+PRESENT: dict[str, Any] = {"not": {"type": "null"}}
+"""The JSON Schema of a key that a rule asks for: any value but null."""
+
+
 def when(key: str, value: Any, **then: Any) -> dict[str, Any]:
     """The JSON Schema rule "if ``key`` is ``value``, then ..."."""
     return {"if": {"properties": {key: {"const": value}}, "required": [key]}, "then": then}

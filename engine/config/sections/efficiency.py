@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.sections.base import Fault, Section, when
+from engine.config.sections.base import PRESENT, Fault, Section, when
+from engine.config.sections.routing import DataRoutingSection
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 SEQUENCE_METRICS = ("seqlen", "seqlen_truncate", "seqlen_reshape")
@@ -96,11 +97,10 @@ def _unreachable(
             yield Fault("schedule_config.max_step", f"{steps} does not ascend", "steps in ascending order")
 
 
-_PRESENT: dict[str, Any] = {"not": {"type": "null"}}
 _SCHEDULE_RULES: tuple[dict[str, Any], ...] = (
     {
         "required": ["min_difficulty", "max_difficulty", "schedule_type"],
-        "properties": dict.fromkeys(("min_difficulty", "max_difficulty", "schedule_type"), _PRESENT),
+        "properties": dict.fromkeys(("min_difficulty", "max_difficulty", "schedule_type"), PRESENT),
     },
     *(
         when(
@@ -111,7 +111,7 @@ _SCHEDULE_RULES: tuple[dict[str, Any], ...] = (
                 "schedule_config": {
                     "type": "object",
                     "required": list(keys),
-                    "properties": dict.fromkeys(keys, _PRESENT),
+                    "properties": dict.fromkeys(keys, PRESENT),
                 }
             },
         )
@@ -234,7 +234,7 @@ class DynamicBatchingSection(Section):
     shorthand: ClassVar[str] = "enabled"
 
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        when("enabled", True, required=["max_tokens"], properties={"max_tokens": _PRESENT}),
+        when("enabled", True, required=["max_tokens"], properties={"max_tokens": PRESENT}),
     )
 
     enabled: bool = Field(False, description="Vary the batch size.")
@@ -266,89 +266,6 @@ class DataSamplingSection(Section):
     dynamic_batching: DynamicBatchingSection | None = Field(None, description="Batches by tokens.")
 
 
-class LtdScheduleConfigSection(Section):
-    """Arguments of the kept-token schedule."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-
-    require_steps: int | None = Field(None, ge=1, description="Steps until all tokens are kept.")
-    seq_per_step: int | None = Field(None, ge=1, description="Kept tokens are multiples of this.")
-
-
-class LtdScheduleSection(Section):
-    """How many tokens the middle layers keep."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-
-    min_value: int | None = Field(None, ge=1, description="Tokens kept at the start.")
-    max_value: int | None = Field(None, ge=1, description="Tokens kept at the end.")
-    schedule_type: Literal["fixed_linear"] = Field("fixed_linear", description="How the number grows.")
-    schedule_config: LtdScheduleConfigSection | None = Field(None, description="Arguments of the schedule.")
-
-
-class LayerTokenScheduleSection(Section):
-    """DeepSpeed refuses it when enabled."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-
-    enabled: bool = Field(False, description="Not implemented in DeepSpeed.")
-    total_layer_tokens: int | None = Field(None, ge=1, description="Layer tokens of the whole run.")
-    warmup_type: str | None = Field(None, description="Kind of warm-up.")
-    warmup_layer_tokens: int | None = Field(None, ge=0, description="Layer tokens of the warm-up.")
-
-
-class RandomLtdSection(Section):
-    """Random layerwise token dropping: middle layers see a random part of the tokens."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-    shorthand: ClassVar[str] = "enabled"
-
-    schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        when(
-            "enabled",
-            True,
-            properties={"layer_token_lr_schedule": {"properties": {"enabled": {"const": False}}}},
-        ),
-    )
-
-    enabled: bool = Field(False, description="Drop tokens.")
-    total_layer_num: int | None = Field(None, ge=1, description="Layers of the model.")
-    random_ltd_layer_num: int | None = Field(None, ge=1, description="Layers that drop tokens.")
-    random_ltd_layer_id: list[int] | None = Field(None, description="Numbers of those layers.")
-    model_mask_name: str | None = Field(None, description="Name of the attention mask argument.")
-    model_type: Literal["encoder", "decoder"] = Field("decoder", description="Kind of model.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
-        "batch_seq_dim", description="Layout of activations."
-    )
-    random_ltd_schedule: LtdScheduleSection | None = Field(None, description="How many tokens are kept.")
-    layer_token_lr_schedule: LayerTokenScheduleSection | None = Field(None, description="Must be off.")
-    global_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
-    micro_batch_size: int | None = Field(None, ge=1, description="Filled in by DeepSpeed itself.")
-
-    def faults(self) -> Iterator[Fault]:
-        if not self.enabled:
-            return
-        if self.layer_token_lr_schedule is not None and self.layer_token_lr_schedule.enabled:
-            yield Fault("layer_token_lr_schedule.enabled", "is not implemented, in DeepSpeed either", "false")
-        ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
-        if ids is not None and count is not None and len(ids) != count:
-            yield Fault(
-                "random_ltd_layer_id",
-                f"names {len(ids)} layers; random_ltd_layer_num is {count}",
-                f"{count} numbers",
-                depends=("random_ltd_layer_num",),
-            )
-
-
-class DataRoutingSection(Section):
-    """Which tokens pass through which layers."""
-
-    ignored_by_deepspeed: ClassVar[bool] = True
-
-    enabled: bool = Field(False, description="DeepSpeed does not read it: the inner switch counts.")
-    random_ltd: RandomLtdSection | None = Field(None, description="Random layerwise token dropping.")
-
-
 class DataEfficiencySection(Section):
     """Curricula over samples, and token dropping."""
 
@@ -367,5 +284,10 @@ class ProgressiveLayerDropSection(Section):
     shorthand: ClassVar[str] = "enabled"
 
     enabled: bool = Field(False, description="Drop layers.")
-    theta: float = Field(0.5, ge=0, le=1, description="Keep probability that is approached.")
+    theta: float = Field(0.5, gt=0, le=1, description="Keep probability of the last layer that is approached.")
     gamma: float = Field(0.001, ge=0, description="Speed of the approach, per step.")
+    compat: Literal["deepspeed"] | None = Field(
+        None,
+        description='"deepspeed": scale kept layers as its example does, by another probability than they are drawn '
+        "with, and count steps as it does.",
+    )

@@ -17,10 +17,14 @@ def _pattern_faults(key: str, pattern: str) -> Iterator[Fault]:
         yield Fault(key, f"{show(pattern)} is no regular expression: {error}", "what Python's re takes")
 
 
+SplitName = Literal["column", "row", "vocabulary", "sequence", "replicate"]
+"""Along outputs, along inputs, along the rows of an embedding, along the sequence, or not at all."""
+
+
 class TensorParallelGroupSection(Section):
     """The inner ``tensor_parallel`` object."""
 
-    tp_size: int = Field(1, ge=1, description="1, or equal to autotp_size.")
+    tp_size: int = Field(1, ge=1, description="1, or equal to size.")
     tp_grain_size: int = Field(1, ge=1, description="Shard sizes are multiples of this.")
 
 
@@ -50,7 +54,7 @@ class PartitionConfigSection(Section):
 
     ignored_by_deepspeed: ClassVar[bool] = True
 
-    tp_size: int = Field(1, ge=1, description="Overwritten by autotp_size.")
+    tp_size: int = Field(1, ge=1, description="Overwritten by size.")
     use_default_specs: bool = Field(True, description="Add the specs known for the model's type.")
     strict_mode: bool = Field(False, description="A parameter that no pattern matches is an error.")
     embedding_partition_dim: int = Field(1, ge=0, le=1, description="Dimension along which embeddings are split.")
@@ -59,11 +63,14 @@ class PartitionConfigSection(Section):
 
 
 class TensorParallelSection(Section):
-    """Splitting single layers over ranks."""
+    """Splitting single layers over ranks. ``size`` is DeepSpeed's ``autotp_size``; a number alone is the size."""
 
-    shorthand: ClassVar[str] = "autotp_size"
+    shorthand: ClassVar[str] = "size"
 
-    autotp_size: int = Field(0, ge=0, description="Ranks that share each layer; 0 and 1: off.")
+    size: int = Field(0, ge=0, description="Ranks that share each layer; 0 and 1: off.")
+    plan: dict[str, SplitName] = Field(
+        {}, description='How layers are split, by pattern of their names: {"*.q_proj": "column"}; {}: found.'
+    )
     preset_model: str | None = Field(None, description="Use the layer specs known for this type of model.")
     partition_config: PartitionConfigSection | None = Field(None, description="Which layers are split, and how.")
     tp_overlap_comm: bool = Field(False, description="Overlap communication with backward.")
@@ -74,6 +81,17 @@ class TensorParallelSection(Section):
     injection_policy_tuple: list[Any] | None = Field(None, description="Old injection policy; inference only.")
     keep_module_on_host: bool = Field(False, description="Inference only.")
     replace_with_kernel_inject: bool = Field(False, description="Inference only.")
+
+    def faults(self) -> Iterator[Fault]:
+        inner = self.tensor_parallel.tp_size
+        if inner not in (1, max(self.size, 1)):
+            yield Fault(
+                "tensor_parallel.tp_size",
+                f"is {inner}, and size is {self.size}",
+                f"1 or {self.size}" if self.size > 1 else "1",
+                f"set size to {inner}, and leave tp_size out",
+                depends=("size",),
+            )
 
 
 class PipelineSection(Section):

@@ -1,6 +1,6 @@
 """This engine's own sections, read by ``ptrain``: ``model``, ``data``, ``training``, ``parallel``."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -52,7 +52,7 @@ class TrainingSection(Section):
 class ParallelSection(Section):
     """What DeepSpeed leaves to code."""
 
-    placement: str = Field(
-        "PDT", description="Order of the axes from outermost to innermost: a permutation of P, D, T."
+    placement: Literal["PDT", "PTD", "DPT", "DTP", "TPD", "TDP"] = Field(
+        "PDT", description="Order of pipeline, data and tensor ranks, outermost first: neighbours differ in the last."
     )
     context_parallel: int = Field(1, ge=1, description="Ranks that share each sequence by ring attention.")

@@ -20,13 +20,14 @@ from engine.config.messages import EngineError
 from engine.mesh import Mesh
 from engine.model.materialise import Materialiser
 from engine.model.zero.buckets import BucketReduction
-from engine.model.zero.fully_sharded import FullyShardedReduction, is_cut, row_shards, shard_model
+from engine.model.zero.fully_sharded import FullyShardedReduction, row_shards, shard_model
 from engine.model.zero.layout import DTYPES, HALF, Granularity, build_buckets, compute_dtype, master_dtype
 from engine.model.zero.scalars import ShardedWithScalars
 from engine.model.zero.shards import ParameterShard
 from engine.model.zero.whole_parameters import OwnedParametersReduction
 from engine.parameters import ParameterRegistry
 from engine.plan import Plan, PrecisionPlan
+from engine.plan.cuts import is_cut
 
 log = logging.getLogger("engine")
 
@@ -58,6 +59,7 @@ def apply(
     note_own_statistics(model, mesh)
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
     replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
+    tensor_group = ShardGroup.alone() if mesh.split_by_caller else ShardGroup.of(mesh, "tp", ledger)
 
     def broadcast(tensor: Tensor) -> None:
         replicate_group.broadcast(tensor)
@@ -73,9 +75,20 @@ def apply(
     dtype_of = master_dtype if sharded else lambda dtype: dtype
     num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
     sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
-    replicate_group.sum(shard_group.sum(sums))
-    same_everywhere = bool(sums[0] ** 2 == sums[1] * mesh.dp_size)  # no rank differs from another
-    materialise = Materialiser(model, registry, blocks, mesh.device, plan.seed, broadcast, dtype_of, same_everywhere)
+    tensor_group.sum(replicate_group.sum(shard_group.sum(sums)))
+    num_ranks = mesh.token_size * tensor_group.size
+    same_everywhere = bool(sums[0] ** 2 == sums[1] * num_ranks)  # no rank differs from another
+    materialise = Materialiser(
+        model,
+        registry,
+        blocks,
+        mesh.device,
+        plan.seed,
+        broadcast,
+        dtype_of,
+        same_everywhere,
+        broadcast_whole=tensor_group.broadcast,
+    )
     managed = [info for info in registry.infos if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:
@@ -96,9 +109,12 @@ def apply(
         if not scalars:
             return Zero(sharding, frozen_rows, first_replica)
         whole = replace(plan.zero, stage=1, bucket_elements=len(scalars))
-        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group)
+        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group, mesh.dp_size)
         return Zero(ShardedWithScalars(sharding, buckets), frozen_rows, first_replica)
 
+    if tensor_group.size > 1:
+        for block in blocks:  # one after the other, for each is whole before it is cut
+            materialise([block])
     materialise([model])
     trained, frozen = [], []
     for info, parameter in registry.parameters():
@@ -108,7 +124,9 @@ def apply(
         parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
         frozen.append(ParameterShard(info, parameter, 0, info.numel, on_every_rank=True))
     cast_buffers(model, plan.precision)
-    reduction = build_buckets(trained, plan.zero, plan.precision, granularity, shard_group, replicate_group)
+    reduction = build_buckets(
+        trained, plan.zero, plan.precision, granularity, shard_group, replicate_group, mesh.dp_size
+    )
     return Zero(reduction, frozen, first_replica)
 
 

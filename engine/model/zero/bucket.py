@@ -66,6 +66,11 @@ class Bucket:
         return self.members[0].info.group or 0
 
     @property
+    def num_copies(self) -> int:
+        """Tp ranks that hold the same; a bucket holds no others beside them."""
+        return self.members[0].info.num_copies
+
+    @property
     def own(self) -> slice:
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
 

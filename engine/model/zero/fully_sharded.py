@@ -21,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
-from engine.model.zero.arrivals import Arrivals
+from engine.model.zero.arrivals import Arrivals, weakly
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
+from engine.plan.cuts import group_runs, is_cut, row_range
 from engine.torch_compat import foreach_norm
 
 log = logging.getLogger("engine")
@@ -109,11 +110,6 @@ def alone(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if is_alone(block)]
 
 
-def is_cut(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape is sharded: it has a first dimension, and elements."""
-    return len(shape) > 0 and 0 not in shape
-
-
 def uncut(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     """The parameters of ``modules`` that stay whole."""
     return {p for module in modules for p in module.parameters() if not is_cut(p.shape)}
@@ -121,18 +117,8 @@ def uncut(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[nn.Module]]:
     """Runs of consecutive blocks of at least ``group_elements`` each; blocks that together hold less get no group."""
-    groups: list[list[nn.Module]] = []
-    current: list[nn.Module] = []
-    filled = 0
-    for block in blocks:
-        current.append(block)
-        filled += sum(p.numel() for p in block.parameters())
-        if filled >= group_elements:
-            groups.append(current)
-            current, filled = [], 0
-    if current and groups:
-        groups[-1].extend(current)
-    return groups
+    numels = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    return [[blocks[position] for position in group] for group in group_runs(numels, group_elements)]
 
 
 class FullyShardedReduction(Arrivals):
@@ -158,7 +144,8 @@ class FullyShardedReduction(Arrivals):
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
         self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
         self._used: set[int] = set()
-        self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
+        self._note = weakly(self._note_use)
+        self._hooks: list[RemovableHandle] = [model.register_forward_hook(weakly(self._let_go))]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 self._watch_use(name, module, registry)  # type: ignore[arg-type]
@@ -180,7 +167,7 @@ class FullyShardedReduction(Arrivals):
             for name, parameter in module.named_parameters():
                 info = registry.by_name.get(registry.aliases.get(prefix + name, prefix + name))
                 if info is not None and info.group is not None and info.shape and not isinstance(parameter, DTensor):
-                    note = functools.partial(self._note_use, info.index)
+                    note = functools.partial(self._note, info.index)
                     is_frozen = not parameter.requires_grad  # since initialize, perhaps not for long
                     parameter.requires_grad_(True)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
@@ -211,14 +198,18 @@ class FullyShardedReduction(Arrivals):
 
     @torch.no_grad()
     def sum_of_squares(self, exact: bool = False) -> Tensor:
-        gradients = [s.parameter.grad.reshape(-1) for s in self.shards if s.parameter.grad is not None]
-        few = [gradient for gradient in gradients if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if few:  # one kernel call for all biases and norms
-            total += torch.stack(foreach_norm(few)).double().square().sum()
-        for gradient in gradients:
-            if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
-                total += sum_of_squares(gradient, exact)
+        gradients: dict[int, list[Tensor]] = {}
+        for shard in self.shards:
+            if shard.parameter.grad is not None:
+                gradients.setdefault(shard.info.num_copies, []).append(shard.parameter.grad.reshape(-1))
+        for num_copies, alike in gradients.items():
+            few = [gradient for gradient in alike if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
+            if few:  # one kernel call for all biases and norms
+                total += torch.stack(foreach_norm(few)).double().square().sum() / num_copies
+            for gradient in alike:
+                if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
+                    total += sum_of_squares(gradient, exact) / num_copies
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:
@@ -271,7 +262,7 @@ def row_shards(
     model: nn.Module, registry: ParameterRegistry, mesh: Mesh, indices: set[int], complement: bool = True
 ) -> list[ParameterShard]:
     """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
-    rank, size = mesh.coordinates["dp_shard"], mesh.degrees["dp_shard"]
+    rank, size = mesh.shard_rank, mesh.shard_size
     sharded = dict(model.named_parameters())
     shards = []
     for info in registry.infos:
@@ -286,11 +277,3 @@ def row_shards(
 def local_part(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def row_range(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
-    """The elements of the flattened parameter that FSDP2 keeps on ``rank``: whole rows, as `torch.chunk` cuts them."""
-    rows, per_row = shape[0], torch.Size(shape[1:]).numel()
-    chunk = -(-rows // size)
-    first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
-    return first * per_row, last * per_row

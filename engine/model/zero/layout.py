@@ -12,9 +12,10 @@ from engine.collectives.shards import ShardGroup
 from engine.model.zero.bucket import Bucket, Member
 from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.local_gradients import LocalGradients
-from engine.model.zero.shards import ParameterShard, assign_owners
+from engine.model.zero.shards import ParameterShard
 from engine.parameters import ParameterInfo
 from engine.plan import PrecisionPlan, ZeroPlan
+from engine.plan.cuts import assign_owners, owner_bounds, padded, runs
 
 Granularity = Literal["elementwise", "whole", "flat"]
 """Whether the optimizer may step on any slice of a parameter, needs whole parameters, or steps on whole flat buckets of
@@ -22,8 +23,6 @@ one parameter group each and may ask for gradients that are not reduced (stage 0
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16
-"""Elements; shards start at 64-byte boundaries in fp32, as vector instructions like them."""
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,11 +42,15 @@ def build_buckets(
     granularity: Granularity,
     shard_group: ShardGroup,
     replicate_group: ShardGroup,
+    dp_size: int,
 ) -> BucketReduction:
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
     The values must be equal on all ranks already. With granularity ``whole`` no parameter is cut: the ranks own whole
-    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups.
+    parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
+    tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
+    values may touch it. ``dp_size``: the ranks over which gradients are averaged; over the slices of a sequence they
+    are summed.
     """
     owners = [0] * len(parameters)
     if granularity == "whole":
@@ -57,18 +60,15 @@ def build_buckets(
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
-    if by_group:
-        ordered.sort(key=lambda item: item[0].group or 0)
-    for run in _runs(ordered, limit, by_group):
+    ordered.sort(key=lambda item: ((item[0].group or 0) if by_group else 0, item[0].num_copies))
+    kinds = [(i.numel, (i.dtype, i.num_copies, i.group if by_group else None)) for i, _ in ordered]
+    for positions in runs(kinds, limit):
+        run = [ordered[position] for position in positions]
         if granularity == "whole":
             run = sorted(run, key=lambda item: owner_of[item[0].index])
-            bounds = [0]
-            for rank in range(shard_group.size):
-                bounds.append(bounds[-1] + sum(i.numel for i, _ in run if owner_of[i.index] == rank))
+            bounds = owner_bounds([i.numel for i, _ in run], [owner_of[i.index] for i, _ in run], shard_group.size)
         else:
-            numel = sum(info.numel for info, _ in run)
-            quantum = ALIGNMENT * shard_group.size if shard_group.size > 1 else 1
-            bounds = shard_group.even_bounds(-(-numel // quantum) * quantum)
+            bounds = shard_group.even_bounds(padded(sum(info.numel for info, _ in run), shard_group.size))
         buckets.append(_fill(run, bounds, precision, shard_group))
     reduce_dtype = DTYPES[precision.reduce]
     kind = LocalGradients if granularity == "flat" else BucketReduction
@@ -79,25 +79,8 @@ def build_buckets(
         stage=zero.stage,
         reduce_dtype=reduce_dtype if precision.reduce != precision.accumulate else None,
         predivide_factor=zero.predivide_factor,
-        divisor=shard_group.size * replicate_group.size if zero.reduce_op == "mean" else 1.0,
+        divisor=dp_size if zero.reduce_op == "mean" else 1.0,
     )
-
-
-def _runs(
-    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]], limit: int, by_group: bool
-) -> list[list[tuple[ParameterInfo, nn.Parameter]]]:
-    """Cut the sequence into runs of at most ``limit`` elements (one parameter may exceed it) and of one dtype, and
-    where wanted of one optimizer group."""
-    runs: list[list[tuple[ParameterInfo, nn.Parameter]]] = []
-    filled, kind = 0, None
-    for info, parameter in parameters:
-        own_kind = info.dtype, info.group if by_group else None
-        if not runs or own_kind != kind or filled + info.numel > limit:
-            runs.append([])
-            filled, kind = 0, own_kind
-        runs[-1].append((info, parameter))
-        filled += info.numel
-    return runs
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ class ParameterShard:
     """This rank's part of one parameter, as the optimizer sees it.
 
     ``parameter`` is the master (fp32 where the model is 16-bit), local; it holds the elements ``[start, stop)`` of
-    the row-major flattened global parameter, shaped like the parameter where it is whole.
+    the row-major flattened parameter as ``info.shape`` has it (of this tp rank's part, where layers are split), shaped
+    like it where it is all of it.
     """
 
     info: ParameterInfo
@@ -26,11 +27,15 @@ class ParameterShard:
     start: int
     stop: int
     on_every_rank: bool = False
-    """Whether all ranks hold the same, so that rank 0 saves it. Else the stage says which ranks save."""
+    """Whether all data-parallel ranks hold the same, so that the first saves it. Else the stage says which save."""
 
     @property
     def whole(self) -> bool:
         return self.stop - self.start == self.info.numel
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this shard holds of ``whole``, a tensor like the user's whole parameter."""
+        return self.info.part(whole.detach()).reshape(-1)[self.start : self.stop].view(self.parameter.shape)
 
     def chunks(self, name: str, tensor: Tensor) -> Iterator[Chunk]:
         """``tensor`` (one value per element of this shard) as boxes of the global tensor ``name``."""
@@ -38,18 +43,17 @@ class ParameterShard:
         position = 0
         for offsets, sizes in flat_range_boxes(self.info.shape, self.start, self.stop):
             numel = torch.Size(sizes).numel()
-            yield Chunk(name, self.info.shape, offsets, sizes, flat[position : position + numel].view(sizes))
+            values = flat[position : position + numel].view(sizes)
             position += numel
-
-
-def assign_owners(numels: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that owns each tensor whole: largest first, each to the rank that holds least so far."""
-    load = [0] * num_ranks
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
-        owners[index] = min(range(num_ranks), key=lambda rank: load[rank])
-        load[owners[index]] += numels[index]
-    return owners
+            cut = self.info.cut
+            if cut is None:
+                yield Chunk(name, self.info.shape, offsets, sizes, values)
+                continue
+            at = cut.dimension
+            for first, start, length in cut.boxes(offsets[at], sizes[at]):
+                place = (*offsets[:at], start, *offsets[at + 1 :])
+                extents = (*sizes[:at], length, *sizes[at + 1 :])
+                yield Chunk(name, cut.global_shape, place, extents, values.narrow(at, first, length))
 
 
 ROW = 1 << 10

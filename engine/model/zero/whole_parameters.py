@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
-from engine.model.zero.fully_sharded import FullyShardedReduction, local_part, row_range
-from engine.model.zero.shards import ParameterShard, assign_owners
+from engine.model.zero.fully_sharded import FullyShardedReduction, local_part
+from engine.model.zero.shards import ParameterShard
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import ZeroPlan
+from engine.plan.cuts import assign_owners, row_range
 
 
 class OwnedParametersReduction(FullyShardedReduction):

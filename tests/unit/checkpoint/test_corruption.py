@@ -139,6 +139,7 @@ FILE = "rank_00000.safetensors"
         ),
         (["layout"], None, "layout is None"),
         (["layout", "mesh"], {"dp": "2"}, "layout.mesh.dp is '2'"),
+        (["layout", "placement"], "DDT", "the letters P, D, T in any order"),
         (["states"], {"x": {"on_layout_change": "run", "values": [1]}}, "allowed: reshard, same_layout_only, drop"),
         (["states"], {"x": {"on_layout_change": "drop", "values": [1, 2, 3]}}, "1 value or 2"),
         (["counters"], {"__tuple__": [1]}, "counters is"),

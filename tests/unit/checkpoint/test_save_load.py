@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -241,6 +242,10 @@ def test_states_of_ranks(world, tmp_path):
     ):
         manifest.state("errors", elsewhere, 2)
     assert not manifest.same_ranks(world.layout(2, mesh={"tp": 2}))
+    assert manifest.same_ranks(world.layout(2, placement="TPD")), "one axis stands the same in every order"
+    two_axes = replace(manifest, layout=world.layout(4, mesh={"dp_shard": 2, "tp": 2}))
+    assert two_axes.same_ranks(world.layout(4, mesh={"dp_shard": 2, "tp": 2}, placement="DPT"))
+    assert not two_axes.same_ranks(world.layout(4, mesh={"dp_shard": 2, "tp": 2}, placement="TPD"))
     with pytest.raises(CheckpointError, match=r"states\.loader differs between rank 0 and rank 1"):
         world.save(
             tmp_path,

@@ -165,6 +165,23 @@ def test_what_is_plotted_is_what_is_trained(tmp_path: Path) -> None:
     assert lines[-1]["lr"] < 1e-4 < max(curves["lr"])
 
 
+def test_theta_is_drawn(tmp_path: Path) -> None:
+    drop = {"enabled": True, "theta": 0.5, "gamma": 0.1}
+    made = plan(load_config(str(write_config(tmp_path, progressive_layer_drop=drop))))
+    assert schedule_curves(made, 20)["theta"] == [theta_at(step, 0.5, 0.1) for step in range(20)]
+    theirs = plan(load_config(str(write_config(tmp_path, progressive_layer_drop={**drop, "compat": "deepspeed"}))))
+    assert schedule_curves(theirs, 4)["theta"] == [theta_at(step, 0.5, 0.1) for step in (0, 0, 1, 2)]
+
+
+def test_kept_tokens_are_drawn(tmp_path: Path) -> None:
+    schedule = {"min_value": 8, "max_value": 64, "schedule_config": {"require_steps": 7, "seq_per_step": 8}}
+    drop = {"enabled": True, "random_ltd_schedule": schedule}
+    config = write_config(tmp_path, data_efficiency={"data_routing": {"random_ltd": drop}})
+    made = plan(load_config(str(config)))
+    length = made.config.data.sequence_length
+    assert schedule_curves(made, 9)["kept tokens"] == [min(8.0 * step, length) for step in (1, 2, 3, 4, 5, 6, 7, 8, 8)]
+
+
 def test_theta() -> None:
     assert [round(theta_at(step, 0.5, 0.001), 6) for step in (0, 100, 1000, 5000)] == [1.0, 0.952419, 0.68394, 0.503369]
 

@@ -46,7 +46,9 @@ class CountingEngine:
             hash=lambda: "abc",
         )
         self.plan = SimpleNamespace(config=config, batch=batch)
-        self.mesh = SimpleNamespace(rank=0, world_size=1, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+        self.mesh = SimpleNamespace(
+            rank=0, world_size=1, dp_rank=0, dp_size=1, num_slices=1, device=torch.device("cpu")
+        )
         self.module: Any = nn.Identity()
         self.log: list[str] = []
         self.last_report: StepReport | None = None

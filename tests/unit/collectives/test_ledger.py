@@ -16,6 +16,7 @@ import torch.distributed as dist
 import engine
 from engine.collectives.ledger import Ledger
 from engine.collectives.objects import ObjectGroup
+from engine.plan.cuts import AGREEMENT_NUMBERS
 from tests.harness import REPOSITORY
 from tests.network import why_not_allowed
 from tests.parity.runs import config_of
@@ -91,7 +92,7 @@ def closed_form(stage: int, ranks: int) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 def test_steps_send_what_the_closed_forms_say(ranks, world, tmp_path):
     configs = [stage_config(stage, world) for stage in range(4)]
-    agreement = 2 * (world - 1) / world * 16 * 8  # sixteen float64
+    agreement = 2 * (world - 1) / world * AGREEMENT_NUMBERS * 8
     for rank, by_stage in enumerate(ranks(world).run(train_all, configs, str(tmp_path))):
         for stage, found in enumerate(by_stage):
             first, second, third = found["steps"]

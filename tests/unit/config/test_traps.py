@@ -9,7 +9,7 @@ import pytest
 from engine.config import load_config
 from engine.config.remarks import WITHOUT_EFFECT
 from tests.unit.config.conftest import notes_of, problems_of
-from tests.unit.config.trap_case import CURRICULUM
+from tests.unit.config.trap_case import CURRICULUM, LTD_SCHEDULE
 
 METRIC = {key: value for key, value in CURRICULUM.items() if key not in ("enabled", "curriculum_type")}
 
@@ -163,7 +163,14 @@ INVALID: dict[str, tuple[dict[str, Any], str, str]] = {
     "dropped layers miscounted": (
         {
             "data_efficiency": {
-                "data_routing": {"random_ltd": {"enabled": True, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1]}}
+                "data_routing": {
+                    "random_ltd": {
+                        "enabled": True,
+                        "random_ltd_layer_num": 2,
+                        "random_ltd_layer_id": [1],
+                        "random_ltd_schedule": LTD_SCHEDULE,
+                    }
+                }
             }
         },
         "data_efficiency.data_routing.random_ltd.random_ltd_layer_id",
@@ -234,11 +241,25 @@ def test_what_is_right_but_surprising_is_noted(tree: dict[str, Any], path: str, 
     assert words in notes_of(tree)[path]
 
 
+SMP_VALUES: dict[str, Any] = {
+    **{path: True for path in WITHOUT_EFFECT if path.startswith("smp.")},
+    "smp.pipeline": "simple",
+    "smp.optimize": "speed",
+    "smp.default_partition": 2,
+    "smp.contiguous": False,
+    "smp.memory_weight": 0.5,
+    "smp.activation_loading_horizon": 2,
+    "smp.ddp_dist_backend": "nccl",
+    "smp.allow_empty_shards": False,
+}
+
+
 @pytest.mark.parametrize(("path", "entry"), WITHOUT_EFFECT.items(), ids=WITHOUT_EFFECT.keys())
 def test_what_has_no_effect_is_noted_where_it_asks_for_more(path: str, entry: tuple[str, tuple[Any, ...]]) -> None:
     why, harmless = entry
     other = {True: False, False: True, None: {"err_beta": 0.5} if "loco" in path else "2"}
-    unlike = {"model.tiny": {"width": 8}}
+    routing = "data_efficiency.data_routing.random_ltd.model_type"
+    unlike = {"model.tiny": {"width": 8}, routing: "encoder", **SMP_VALUES}
     for value in (*harmless, unlike[path] if path in unlike else other[harmless[0]] if harmless else 1):
         tree: Any = value
         for part in reversed(path.split(".")):
@@ -272,12 +293,18 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "activation_checkpointing": {"activation_checkpointing": {"partition_activations": True}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel.size": {"tensor_parallel": {"autotp_size": 2}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},
     "parallel.context_parallel": {"parallel": {"context_parallel": 2}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
     "data_efficiency.data_routing.random_ltd.enabled": {
-        "data_efficiency": {"enabled": False, "data_routing": {"enabled": False, "random_ltd": {"enabled": True}}}
+        "data_efficiency": {
+            "enabled": False,
+            "data_routing": {
+                "enabled": False,
+                "random_ltd": {"enabled": True, "random_ltd_schedule": LTD_SCHEDULE},
+            },
+        }
     },
     "progressive_layer_drop.enabled": {"progressive_layer_drop": {"enabled": True}},
     "sparse_attention": {"sparse_attention": {}},

@@ -32,7 +32,7 @@ def schedule(name: str, **params: Any) -> dict[str, Any]:
     return {**adam(), "scheduler": {"type": name, "params": params}}
 
 
-LTD = "data_efficiency.data_routing.random_ltd.enabled"
+LTD_SCHEDULE = {"min_value": 8, "max_value": 32, "schedule_config": {"require_steps": 4, "seq_per_step": 8}}
 CURRICULUM = {
     "enabled": True,
     "curriculum_type": "seqlen",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.config.trap_case import (
     INVALID,
     LACKS,
-    LTD,
+    LTD_SCHEDULE,
     NEEDS,
     VALID,
     Case,
@@ -48,9 +48,17 @@ KEYS: dict[int, list[Case]] = {
     5: [
         Case({"optimizer": {"name": "Adam", "params": {"lr": 1e-4}}}, INVALID, "optimizer.name", "optimizer.type?"),
         Case(
-            {"data_efficiency": {"data_routing": {"enabled": False, "random_ltd": {"enabled": True}}}},
-            LACKS,
-            LTD,
+            {
+                "data_efficiency": {
+                    "data_routing": {
+                        "enabled": False,
+                        "random_ltd": {"enabled": True, "random_ltd_schedule": LTD_SCHEDULE},
+                    }
+                }
+            },
+            VALID,
+            "data_efficiency.data_routing.enabled",
+            "only the switches inside the section count",
         ),
     ],
     6: [
@@ -103,7 +111,17 @@ KEYS: dict[int, list[Case]] = {
         ),
     ],
     51: [
-        Case({"communication_data_type": "fp16", "sequence_parallel_size": 2}, LACKS, "sequence_parallel_size", size=2)
+        Case(
+            {
+                "communication_data_type": "fp16",
+                "seq_parallel_communication_data_type": "bf16",
+                "sequence_parallel_size": 2,
+            },
+            VALID,
+            "seq_parallel_communication_data_type",
+            "reduced with all others, in communication_data_type",
+            size=2,
+        )
     ],
     52: [
         Case(
@@ -156,7 +174,7 @@ KEYS: dict[int, list[Case]] = {
         Case({"elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}}, LACKS, "elasticity.enabled"),
     ],
     63: [Case({"autotuning": {"enabled": True}}, LACKS, "autotuning.enabled")],
-    64: [Case({"sequence_parallel_size": 2}, LACKS, "sequence_parallel_size", size=2)],
+    64: [Case({"sequence_parallel_size": 2}, VALID, size=2)],
     65: [
         Case({"managed_gradient_accumulation": False}, VALID, "managed_gradient_accumulation", "every step() applies")
     ],

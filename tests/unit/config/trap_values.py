@@ -7,7 +7,7 @@ from tests.unit.config.trap_case import (
     DISCRETE,
     INVALID,
     LACKS,
-    LTD,
+    LTD_SCHEDULE,
     VALID,
     Case,
     adam,
@@ -44,7 +44,7 @@ VALUES: dict[int, list[Case]] = {
         Case({"train_micro_batch_size_per_gpu": 2.5}, INVALID, "train_micro_batch_size_per_gpu", "a whole number"),
         Case({"train_batch_size": "32"}, VALID, "train_batch_size", "read as 32"),
     ],
-    20: [Case({"sequence_parallel_size": 2}, LACKS, "sequence_parallel_size", size=2)],
+    20: [Case({"sequence_parallel_size": 2}, VALID, size=2)],
     21: [Case({"fp16": {"hysteresis": 0}}, INVALID, "fp16.hysteresis", "an integer >= 1")],
     22: [
         Case({"fp16": {"initial_scale_power": -3}}, INVALID, "fp16.initial_scale_power", "from 0 to 126"),
@@ -147,7 +147,8 @@ VALUES: dict[int, list[Case]] = {
     ],
     43: [
         Case({"progressive_layer_drop": {"theta": 0.5}}, VALID, "progressive_layer_drop", "enabled is not given"),
-        Case({"progressive_layer_drop": {"enabled": True}}, LACKS, "progressive_layer_drop.enabled"),
+        Case({"progressive_layer_drop": {"enabled": True}}, VALID),
+        Case({"progressive_layer_drop": {"enabled": True, "theta": 0}}, INVALID, "progressive_layer_drop.theta"),
         Case({"curriculum_learning": {"min_difficulty": 8}}, VALID, "curriculum_learning", "enabled is not given"),
         Case({"amp": {"opt_level": "O1"}}, VALID, "amp", "enabled is not given"),
     ],
@@ -185,9 +186,18 @@ VALUES: dict[int, list[Case]] = {
     ],
     46: [
         Case(
-            {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, "random_ltd_layer_id": [1, 2]}}}},
-            LACKS,
-            LTD,
+            {
+                "data_efficiency": {
+                    "data_routing": {
+                        "random_ltd": {
+                            "enabled": True,
+                            "random_ltd_layer_id": [1, 2],
+                            "random_ltd_schedule": LTD_SCHEDULE,
+                        }
+                    }
+                }
+            },
+            VALID,
         )
     ],
     47: [

@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.contracts import EngineError
 from engine.model.blocks import find_blocks
-from engine.model.zero.fully_sharded import alone, group_blocks, row_range
-from engine.model.zero.shards import assign_owners
+from engine.model.zero.fully_sharded import alone, group_blocks
+from engine.plan.cuts import assign_owners, row_range
 
 
 class Layer(nn.Module):

@@ -1,0 +1,81 @@
+"""`describe_model`: a model as the plan knows it, built and run once on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.config.messages import EngineError
+from engine.model.blocks import find_blocks
+from engine.model.facts import read_facts, with_cuts
+from engine.model.imagined_splits import cut_dimensions, imagined_splits
+from engine.model.measure import measure_forward
+from engine.model.tensor_parallel.split import Split
+from engine.model.zero import autocast, cast_buffers
+from engine.model.zero.layout import compute_dtype
+from engine.plan import ModelFacts, Plan
+from engine.torch_compat import fake_tensors
+
+
+def describe_model(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    loss_of: Callable[[nn.Module], Tensor] | None = None,
+    sequence_length: int = 1,
+) -> ModelFacts:
+    """Needs no memory for parameters or activations, and no ranks.
+
+    Args:
+        build: makes the model. It runs under torch's fake tensors: what it allocates has a shape and no values.
+        loss_of: runs one micro-batch of ``plan.batch.micro_batch_size`` samples through the model and returns the loss
+            (0-dim); it makes its inputs itself. None leaves activations and FLOPs unknown, as does a model that cannot
+            run without values; the record says why.
+
+    Raises EngineError for a model that cannot be built without values.
+    """
+    with fake_tensors():
+        try:
+            model = build()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the model cannot be built without memory: {_first_line(error)}") from error
+        blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
+        facts = read_facts(model, blocks)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
+        cast_buffers(model, plan.precision)
+        model.train()
+        samples = plan.batch.micro_batch_size
+        splits: dict[str, Split] = {}
+        try:
+            with autocast(plan.precision, torch.device("cpu"))():
+                if plan.degrees.tp > 1:
+                    splits = _splits(build(), plan, loss_of)
+                    facts = with_cuts(facts, cut_dimensions(model, splits))
+                if loss_of is None:
+                    return replace(facts, why_not_measured="there is no batch to run the model on")
+                styles = {name: split.style for name, split in splits.items()}
+                forward = measure_forward(model, blocks, loss_of, samples, sequence_length, styles)
+        except EngineError:
+            raise
+        except Exception as error:
+            return replace(facts, why_not_measured=f"the model cannot run without values ({_first_line(error)})")
+    return replace(facts, forward=forward)
+
+
+def _splits(model: nn.Module, plan: Plan, loss_of: Callable[[nn.Module], Tensor] | None) -> dict[str, Split]:
+    """Of another copy of the model, which finding them changes."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
+    cast_buffers(model, plan.precision)
+    blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
+    return imagined_splits(model, blocks, plan.config, loss_of)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,91 @@
+"""Collectives of the axes that cut a micro-batch: tensor, sequence, context and pipeline parallelism. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.plan.activations import checkpoints
+from engine.plan.facts import Crossings, ForwardFacts, ModelFacts
+from engine.plan.plan import Plan
+from engine.plan.units import stage_blocks
+
+Call = tuple[str, str, str, int, int]
+"""Axis, operation, purpose, calls, bytes that one of them sends."""
+
+LOSS_BYTES = 4
+
+
+def cross_axes(plan: Plan, facts: ModelFacts, stage: int) -> Iterator[Call]:
+    """Of a rank in one pipeline stage, over all micro-batches of a step; nothing where the model was not measured."""
+    forward = facts.forward
+    if forward is None or plan.degrees.model == 1:
+        return
+    blocks = stage_blocks(plan, facts, stage)
+    is_first, is_last = stage == 0, stage == plan.degrees.pp - 1
+    parts = [forward.crossings[1 + index] for index in blocks]
+    again = sum(parts, Crossings()) if checkpoints(plan, facts) else Crossings()
+    parts += [forward.crossings[0]] if is_first else []
+    parts += [forward.crossings[-1]] if is_last else []
+    yield from _tensor(plan, sum(parts, Crossings()), again, forward, is_last)
+    yield from _slices(plan, sum(parts, Crossings()), again, forward, is_last)
+    yield from _stages(plan, forward, is_first, is_last)
+
+
+def _times(plan: Plan) -> int:
+    return plan.batch.accumulation_steps if plan.batch.managed else 1
+
+
+def _scaled(plan: Plan, forward: ForwardFacts, size: int, calls: int) -> int:
+    """Bytes of one call's whole tensor on this rank: of its samples and of its slice of the sequence."""
+    slices = plan.degrees.cp * plan.degrees.sp
+    return size * plan.batch.micro_batch_size // (forward.samples * max(calls, 1) * slices)
+
+
+def _tensor(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFacts, is_last: bool) -> Iterator[Call]:
+    """Forward sums what closes a pair of layers, backward the gradients of what opens one (Megatron-LM, arXiv
+    1909.08053); the loss over a cut vocabulary needs three numbers a token from every rank."""
+    tp = plan.degrees.tp
+    if tp == 1:
+        return
+    times = _times(plan)
+    for part, purpose in ((whole, "activations"), (again, "recomputed activations")):
+        size = _scaled(plan, forward, part.closing_bytes, part.closing_calls)
+        yield "tp", "all_reduce", purpose, times * part.closing_calls, 2 * (tp - 1) * size // tp
+    size = _scaled(plan, forward, whole.opening_bytes, whole.opening_calls)
+    yield "tp", "all_reduce", "gradients of activations", times * whole.opening_calls, 2 * (tp - 1) * size // tp
+    if is_last and forward.cuts_logits:
+        slices = plan.degrees.cp * plan.degrees.sp
+        tokens = plan.batch.micro_batch_size * forward.sequence_length // slices
+        yield "tp", "all_gather", "loss", times, 3 * 4 * tokens * (tp - 1)
+
+
+def _slices(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFacts, is_last: bool) -> Iterator[Call]:
+    """Ulysses sends heads to and fro (arXiv 2309.14509), the ring keys, values and their gradients around it (arXiv
+    2310.01889); the loss of a sequence is the sum over its slices."""
+    tp, sp, cp = plan.degrees.tp, plan.degrees.sp, plan.degrees.cp
+    times, calls = _times(plan), whole.attention_calls
+    for part, passes, purpose in ((whole, 2, "heads"), (again, 1, "recomputed heads")):
+        if sp > 1:
+            for size in (part.query_key_value_bytes, part.output_bytes):
+                sent = _scaled(plan, forward, size, part.attention_calls) // tp * (sp - 1) // sp
+                yield "sp", "all_to_all", purpose, times * passes * part.attention_calls, sent
+    if cp > 1:
+        around = times * (cp - 1)
+        size = _scaled(plan, forward, whole.key_value_bytes, calls) // tp
+        yield "cp", "rotate", "keys and values", 2 * around * calls + around * again.attention_calls, size
+        sums = 4 * _scaled(plan, forward, whole.key_value_elements, calls) // tp
+        yield "cp", "rotate", "gradients of keys and values", times * cp * calls, sums
+    for axis, degree in (("cp", cp), ("sp", sp)):
+        if degree > 1 and is_last:
+            yield axis, "all_reduce", "loss", times, 2 * (degree - 1) * LOSS_BYTES // degree
+
+
+def _stages(plan: Plan, forward: ForwardFacts, is_first: bool, is_last: bool) -> Iterator[Call]:
+    """Activations to the next stage, their gradients to the one before."""
+    if plan.degrees.pp == 1:
+        return
+    size = _scaled(plan, forward, forward.entering_bytes, 1)
+    if not is_last:
+        yield "pp", "send", "activations", _times(plan), size
+    if not is_first:
+        yield "pp", "send", "gradients of activations", _times(plan), size

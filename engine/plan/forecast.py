@@ -1,0 +1,113 @@
+"""`forecast(plan, facts)`: what a step takes on the fullest rank, in bytes, collectives and FLOPs, before it is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.plan.activations import ActivationBytes, checkpoints, count_activations
+from engine.plan.collectives import Collective, count_collectives
+from engine.plan.facts import ModelFacts
+from engine.plan.plan import Plan
+from engine.plan.states import StateBytes, count_states
+
+MODEL_FLOPS_PER_TOKEN = 6
+"""Per parameter: 2 in forward, 4 in backward (Kaplan et al., 2020, arXiv 2001.08361)."""
+HARDWARE_FLOPS_PER_TOKEN = 8
+"""The same with a second forward, as activation checkpointing computes it."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """FLOPs of one optimizer step over all ranks; a multiplication and an addition are two.
+
+    ``measured``: of the matrix products and the attention that eager PyTorch runs, recomputation included; None where
+    the model was not measured. ``model`` and ``hardware``: 6 and 8 per parameter and token, the field's shorthands;
+    None where the number of tokens is not known.
+    """
+
+    ranks: int
+    samples: int
+    tokens: int | None
+    measured: int | None
+    model: int | None
+    hardware: int | None
+
+    def per_rank(self, flops: int) -> float:
+        return flops / self.ranks
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of the pipeline stage whose rank needs most; ``stage`` counts from 0."""
+
+    plan: Plan
+    facts: ModelFacts
+    stage: int
+    states: StateBytes
+    activations: ActivationBytes | None
+    collectives: tuple[Collective, ...]
+    compute: Compute
+
+    @property
+    def low_bytes(self) -> int | None:
+        """The least that a step can do with; None without the optimizer's state."""
+        if self.states.model_states is None:
+            return None
+        return self.states.model_states + self.states.buffers + (self.activations.low if self.activations else 0)
+
+    @property
+    def high_bytes(self) -> int | None:
+        """With temporaries, and what operations hold while they run; the worst moments of both at once."""
+        if self.states.model_states is None:
+            return None
+        held = self.states.model_states + self.states.buffers + self.states.temporary
+        return held + (self.activations.high if self.activations else 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``ptrain plan --json`` prints of it; bytes, calls and FLOPs as they are."""
+        states = {name: value for name, value in asdict(self.states).items() if name != "largest_temporary"}
+        return {
+            "pipeline_stage": self.stage,
+            "bytes": {
+                **states,
+                "model_states": self.states.model_states,
+                "temporary_is": self.states.largest_temporary,
+                "activations": asdict(self.activations) if self.activations else None,
+                "low": self.low_bytes,
+                "high": self.high_bytes,
+            },
+            "collectives": [asdict(collective) for collective in self.collectives],
+            "compute": asdict(self.compute),
+            "not_measured": self.facts.why_not_measured,
+        }
+
+
+def forecast(plan: Plan, facts: ModelFacts) -> Forecast:
+    """Needs ``facts.parameters``; activations and measured FLOPs need ``facts.forward`` as well."""
+    stages = [(count_states(plan, facts, s), count_activations(plan, facts, s)) for s in range(plan.degrees.pp)]
+    needs = [(s.model_states or s.parameters) + s.temporary + (a.high if a else 0) for s, a in stages]
+    stage = needs.index(max(needs))
+    states, activations = stages[stage]
+    collectives = count_collectives(plan, facts, stage)
+    return Forecast(plan, facts, stage, states, activations, collectives, count_compute(plan, facts))
+
+
+def count_compute(plan: Plan, facts: ModelFacts) -> Compute:
+    """Of one step over all ranks: every sample of the global batch passes through the whole model once."""
+    samples, forward = plan.batch.global_batch_size, facts.forward
+    tokens = samples * plan.config.data.sequence_length if plan.config.data.sequence_length else None
+    measured = None
+    if forward is not None:
+        tokens = samples * forward.sequence_length
+        again = forward.block_forward_flops if checkpoints(plan, facts) else 0
+        measured = (forward.forward_flops + forward.backward_flops + again) * samples // forward.samples
+    per_token = facts.num_parameters * tokens if tokens is not None else None
+    return Compute(
+        ranks=plan.world.size,
+        samples=samples,
+        tokens=tokens,
+        measured=measured,
+        model=None if per_token is None else MODEL_FLOPS_PER_TOKEN * per_token,
+        hardware=None if per_token is None else HARDWARE_FLOPS_PER_TOKEN * per_token,
+    )
