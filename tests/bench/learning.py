@@ -16,72 +16,24 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tests.bench.learning_rows import LARGE, LESS, ROWS, Row
 from tests.bench.process import machine_facts
 from tests.harness import REPOSITORY, launch_script
 
 MODULE = "tests.bench.learning"
 NUM_RANKS, FIRST_SEED = 2, 1
 """Settings were chosen on seed 0."""
+ALL = (*ROWS, *LESS, *LARGE)
 MAX_JUMP = 1.0
 """A loss this much above the lowest so far, in nats, is a spike."""
-MODEL = {"vocabulary_size": 256, "num_blocks": 8, "width": 96, "num_heads": 4, "sequence_length": 128}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train. ``max_time``: the bar on wall time against the row ``base``; None: no such comparison."""
-
-    name: str
-    num_steps: int
-    lr: float = 2e-3
-    global_batch: int = 16
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    max_time: float | None = None
-
-    def run(self, seed: int, num_turns: int = 0) -> dict[str, Any]:
-        """What the ranks need to know."""
-        warmup = {"total_num_steps": self.num_steps, "warmup_num_steps": self.num_steps // 12}
-        return {
-            "num_steps": self.num_steps,
-            "num_turns": num_turns,
-            "eval_interval": max(1, self.num_steps // 12),
-            "num_curve_samples": 128,
-            "num_final_samples": 2048,
-            "model": MODEL,
-            "config": {
-                "train_batch_size": self.global_batch,
-                "seed": seed,
-                "optimizer": {"type": "AdamW", "params": {"lr": self.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-                "scheduler": {
-                    "type": "WarmupCosineLR",
-                    "params": {**warmup, "warmup_type": "linear", "cos_min_ratio": 0.05},
-                },
-                "gradient_clipping": 1.0,
-                "steps_per_print": 1_000_000,
-                **self.changes,
-            },
-        }
-
-
-def curriculum(minimum: int, num_steps: int) -> dict[str, Any]:
-    return {
-        "curriculum_learning": {
-            "enabled": True,
-            "curriculum_type": "seqlen",
-            "min_difficulty": minimum,
-            "max_difficulty": MODEL["sequence_length"],
-            "schedule_type": "fixed_linear",
-            "schedule_config": {"total_curriculum_step": num_steps, "difficulty_step": 8},
-        }
-    }
 
 
 def measured(what: str, given: Any, results: Path, timeout_seconds: float) -> Any:
@@ -128,16 +80,6 @@ def largest_spike(losses: Sequence[float], num_warmup: int) -> float:
     return largest
 
 
-ROWS = (
-    Row("plain", 360),
-    Row("curriculum", 400, changes=curriculum(16, 380), max_time=0.60),
-)
-LARGE = (
-    Row("plain, 4 x batch and rate", 90, lr=8e-3, global_batch=64),
-    Row("curriculum, 4 x batch and rate", 90, lr=8e-3, global_batch=64, changes=curriculum(16, 60)),
-)
-
-
 def mean_loss(runs: Sequence[Mapping[str, Any]]) -> float | None:
     """None where a run did not come to its end."""
     losses = [run["validation_loss"] for run in runs]
@@ -182,6 +124,7 @@ def page(
     seeds: Sequence[int],
     found: Found,
     times: Mapping[str, float],
+    cpu_times: Mapping[str, float],
     facts: Mapping[str, Any],
     pictures: Sequence[str],
 ) -> str:
@@ -193,14 +136,18 @@ def page(
         + ".",
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, {len(seeds)} seeds on which no setting was "
-        "chosen. Validation losses are in nats per byte; tokens and time are fractions of the plain run's.",
+        "chosen. Validation losses are in nats per byte, over 1024 samples; tokens and time are fractions of the plain "
+        "run's. A row that plans a whole run for a part of the plain run's time has a bar on both; the plain rows of "
+        "fewer steps, one seed each, are what that time gives without the feature. What else was tried, and "
+        "why bars are missed: [learning_tried.md](learning_tried.md).",
         "",
-        "| row | steps | batch | lr | wall time | tokens seen | tokens computed | validation loss | by seed | spread |",
-        "|" + " --- |" * 10,
+        "| row | steps | batch | lr | wall time | CPU time | tokens seen | tokens computed | validation loss | by seed "
+        "| spread |",
+        "|" + " --- |" * 11,
     ]
     base = found[ROWS[0].name][0]
-    for row in (*ROWS, *LARGE):
-        if row.name not in found:
+    for row in ALL:
+        if not found.get(row.name):
             continue
         runs = found[row.name]
         losses = [run["validation_loss"] for run in runs]
@@ -210,7 +157,7 @@ def page(
             f"{row.num_steps}",
             f"{row.global_batch}",
             f"{row.lr:g}",
-            f"{times[row.name]:.2f}" if row.name in times else "",
+            *(f"{kind[row.name]:.3f}" if row.name in kind else "" for kind in (times, cpu_times)),
             f"{runs[0]['tokens_seen'] / base['tokens_seen']:.2f}",
             f"{runs[0]['tokens_computed'] / base['tokens_computed']:.2f}",
             f"{fmean(losses):.4f}" if whole else "did not end",
@@ -227,23 +174,54 @@ def page(
     return "\n".join(lines) + "\n"
 
 
+def results(seeds: Sequence[int], found: Found, times: Mapping[str, float]) -> str:
+    """What the page and its pictures are made of, as JSON: settings, times, and per seed the losses and the curve."""
+    rows = {
+        row.name: {
+            "steps": row.num_steps,
+            "batch": row.global_batch,
+            "lr": row.lr,
+            "changes": row.changes,
+            "wall_time": times.get(row.name),
+            "runs": [
+                {
+                    "seed": seed,
+                    "validation_loss": run["validation_loss"],
+                    "ended": run["ended"],
+                    "tokens_seen": run["tokens_seen"],
+                    "tokens_computed": run["tokens_computed"],
+                    "curve": [[step, tokens, round(loss, 4)] for step, tokens, loss in run["curve"]],
+                    "losses": [round(loss, 3) for loss in run["losses"]],
+                }
+                for seed, run in zip(seeds, found[row.name], strict=False)
+            ],
+        }
+        for row in ALL
+        if found.get(row.name)
+    }
+    numbers = re.compile(r"\[[^\[\]]*\]")
+    return numbers.sub(lambda match: " ".join(match[0].split()), json.dumps(rows, indent=1)) + "\n"
+
+
 def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
     """Validation loss over wall time (of the plain run: 1), means over seeds, the seeds faint."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for index, row in enumerate(row for row in ROWS if row.name in found):
+    for index, row in enumerate(row for row in ROWS if found.get(row.name)):
         runs, scale = found[row.name], times.get(row.name, 1.0)
         at = [step / row.num_steps * scale for step, _, _ in runs[0]["curve"]]
         losses = [[loss for *_, loss in run["curve"]] for run in runs]
         for each in losses:
             axes.plot(at, each, color=f"C{index}", alpha=0.25, linewidth=0.8)
         means = [fmean(values) for values in zip(*losses, strict=True)]
-        axes.plot(at, means, color=f"C{index}", label=f"{row.name}: {means[-1]:.3f}", linewidth=1.6)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
+        label = f"{row.name}: {means[-1]:.3f} at the end"
+        axes.plot(at, means, color=f"C{index}", label=label, linewidth=1.6)
+    for index, row in enumerate(row for row in LESS if found.get(row.name)):
+        label = None if index else "plain, planned for less time (one seed)"
+        axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=label)
     axes.set_xlabel("wall time, plain run = 1")
     axes.set_ylabel("validation loss, nats per byte")
+    axes.set_ylim(top=3.2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
@@ -255,7 +233,7 @@ def draw_large(found: Found, path: Path) -> None:
     """Training losses of the large batch and rate, all seeds."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for index, row in enumerate(row for row in LARGE if row.name in found):
+    for index, row in enumerate(row for row in LARGE if found.get(row.name)):
         for number, run in enumerate(found[row.name]):
             label = row.name if number == 0 else None
             axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=f"C{index}", alpha=0.7, label=label)
@@ -278,7 +256,7 @@ def _pyplot() -> Any:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [row.name for row in (*ROWS, *LARGE)]
+    names = [row.name for row in ALL]
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=60, help="of the measurement of time")
@@ -294,25 +272,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    rows = [row for row in (*ROWS, *LARGE) if row.name in args.rows]
+    rows = [row for row in ALL if row.name in args.rows]
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
     found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
-    for seed in seeds:
-        for row in rows:
+    for index, seed in enumerate(seeds):
+        for row in (row for row in rows if index < row.max_seeds):
             found[row.name].append(measured("train", row.run(seed), args.results, args.timeout))
             last = found[row.name][-1]
             print(f"seed {seed}, {row.name}: {last['validation_loss']} {last['ended']}", file=sys.stderr, flush=True)
     timed = [row for row in ROWS if row in rows]
     times: dict[str, float] = {}
+    cpu_times: dict[str, float] = {}
     if args.turns and len(timed) > 1:
         seconds = measured("time", [row.run(FIRST_SEED, args.turns) for row in timed], args.results, args.timeout)
-        times = time_ratios(timed, seconds, ROWS[0])
+        times, cpu_times = (time_ratios(timed, seconds[kind], ROWS[0]) for kind in ("wall", "cpu"))
+    times |= {row.name: row.num_steps / ROWS[0].num_steps for row in LESS}
     pictures = [args.output.with_suffix(".png"), args.output.with_name(f"{args.output.stem}_large.png")]
-    text = page(seeds, found, times, machine_facts(), [picture.name for picture in pictures])
+    text = page(seeds, found, times, cpu_times, machine_facts(), [picture.name for picture in pictures])
     print(text)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(text)
+        args.output.with_suffix(".json").write_text(results(seeds, found, times))
         draw(found, times, pictures[0])
         draw_large(found, pictures[1])
     return 0 if all(holds for *_, holds in bars(found, times)) else 1

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Subset
 
 import engine
 from engine.cli.training_loop import evaluation_batches
@@ -39,8 +40,10 @@ def train(run: dict[str, Any], corpus: TextCorpus) -> dict[str, Any]:
     mesh, micro_batch = model_engine.mesh, model_engine.train_micro_batch_size_per_gpu()
 
     def validation_loss(num_samples: int) -> float:
+        """Of samples spread evenly over those that the final loss is of."""
+        spread = Subset(corpus.validation, range(0, run["num_final_samples"], run["num_final_samples"] // num_samples))
         num_micro_batches = num_samples // (micro_batch * mesh.dp_size)
-        batches = evaluation_batches(corpus.validation, num_micro_batches, micro_batch, mesh.dp_rank, mesh.dp_size)
+        batches = evaluation_batches(spread, num_micro_batches, micro_batch, mesh.dp_rank, mesh.dp_size)
         return float(model_engine.eval_batch(batches, num_micro_batches))
 
     losses: list[float] = []
@@ -56,11 +59,9 @@ def train(run: dict[str, Any], corpus: TextCorpus) -> dict[str, Any]:
             break
         seconds += time.perf_counter() - started
         if step % run["eval_interval"] == 0 or step == run["num_steps"]:
-            is_last = step == run["num_steps"]
-            loss = validation_loss(run["num_final_samples"] if is_last else run["num_curve_samples"])
-            curve.append((step, model_engine.global_tokens, loss))
+            curve.append((step, model_engine.global_tokens, validation_loss(run["num_curve_samples"])))
     return {
-        "validation_loss": curve[-1][2] if not ended else None,
+        "validation_loss": None if ended else validation_loss(run["num_final_samples"]),
         "curve": curve,
         "losses": losses,
         "tokens_seen": model_engine.global_tokens,
@@ -70,23 +71,28 @@ def train(run: dict[str, Any], corpus: TextCorpus) -> dict[str, Any]:
     }
 
 
-def times(runs: Sequence[dict[str, Any]], corpus: TextCorpus) -> list[list[float]]:
-    """Per turn the seconds of one step of each run. In turn k of K every run stands at k/K of its own steps, so that
-    the turns' mean is the run's mean step, and a ratio compares neighbours in time."""
+def times(runs: Sequence[dict[str, Any]], corpus: TextCorpus) -> dict[str, list[list[float]]]:
+    """Per turn the seconds of one step of each run, on the clock ("wall") and of this rank's CPU time ("cpu").
+
+    In turn k of K every run stands at k/K of its own steps, so that the turns' mean is the run's mean step, and a ratio
+    compares neighbours in time.
+    """
     engines = [start(run, corpus) for run in runs]
-    num_turns, seconds = runs[0]["num_turns"], []
+    num_turns = runs[0]["num_turns"]
+    seconds: dict[str, list[list[float]]] = {"wall": [], "cpu": []}
     for turn in range(num_turns):
-        row = [0.0] * len(runs)
+        wall, cpu = [0.0] * len(runs), [0.0] * len(runs)
         order = [(turn + index) % len(runs) for index in range(len(runs))]
         for index in order:
             model_engine = engines[index]
             model_engine.global_steps = int((turn + 0.5) / num_turns * runs[index]["num_steps"])
             dist.barrier()
-            started = time.perf_counter()
+            started, cpu_before = time.perf_counter(), time.process_time()
             model_engine.train_batch()
             dist.barrier()
-            row[index] = time.perf_counter() - started
-        seconds.append(row)
+            wall[index], cpu[index] = time.perf_counter() - started, time.process_time() - cpu_before
+        seconds["wall"].append(wall)
+        seconds["cpu"].append(cpu)
     return seconds
 
 
