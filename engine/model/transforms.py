@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_slices(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
-    """Whether the model works on slices of sequences, before anything is changed in it."""
+    """Raises EngineError where the ranks of sequence parallelism cannot share ``model``, before it is changed."""
     if plan.degrees.slices > 1:
         from engine.model.sequence_parallel import check
 

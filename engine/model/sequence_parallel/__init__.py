@@ -45,7 +45,8 @@ def apply(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh,
 def check(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
     """Before tensor parallelism changes the model. Raises EngineError, on all ranks alike, for one that takes no
     positions, looks along the sequence by other means than attention, or has heads that sp ranks cannot share."""
-    if wrong := heads_problem(split_sizes(model, blocks).num_heads, plan.degrees.sp, plan.degrees.tp):
+    degrees = plan.degrees
+    if wrong := heads_problem(split_sizes(model, blocks).num_heads, degrees.sp, degrees.tp):
         raise EngineError(f"{SP}: {'; '.join(wrong)}")
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
