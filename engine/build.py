@@ -16,7 +16,7 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.collectives.norms import NormSum
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
+from engine.contracts import NoSchedule, Reduction, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
@@ -28,6 +28,7 @@ from engine.optim.compressed import connect
 from engine.optim.factory import granularity_of
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
+from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import schedule_on
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
@@ -61,6 +62,7 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
+    transforms.check_slices(model, blocks, plan)  # of the model as its author wrote it
     transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
     staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
     runs = [blocks] if staged is None else staged.runs
@@ -118,7 +120,7 @@ def build(
     scheduled = None if isinstance(schedule, NoSchedule) else ScheduleState(schedule)
     state.add(scheduled, precision, loader, curriculum if isinstance(curriculum, Stateful) else None, RandomStates())
     state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
-    model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
+    model.register_load_state_dict_post_hook(partial(_adopt_values, reduction, stepper))
 
     claim(model)
     return Engine(
@@ -137,3 +139,12 @@ def build(
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,
     )
+
+
+def _adopt_values(
+    reduction: Reduction, stepper: EngineOptimizer | None, module: nn.Module, incompatible_keys: object
+) -> None:
+    """Values that came from a state dict count from here on, also where an optimizer remembers others."""
+    reduction.adopt_values()
+    if stepper is not None:
+        stepper.state_was_loaded()

@@ -28,7 +28,7 @@ from engine.plan.placement import AXES, axes_in_order, coordinates
 
 __all__ = ["AXES", "Mesh", "coordinates", "is_gloo_alone", "join_process_group"]
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_device_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+_device_meshes: dict[tuple[dist.ProcessGroup, Any], DeviceMesh] = {}
 SLICE_AXES = ("cp", "sp")
 """Their ranks share the samples and split the sequences."""
 
@@ -145,11 +145,14 @@ def _mesh_over(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
     each has sockets and a thread (gloo), or a communicator with buffers (NCCL)."""
     world = dist.group.WORLD
     assert world is not None
-    meshes = _device_meshes.setdefault(world, {})
+    for known in [known for known in _device_meshes if known[0] is not world]:
+        del _device_meshes[known]  # of a process group that has ended; a mesh keeps it alive, so no weak key would do
     layout = (device.type, tuple(sizes.items()))
-    if layout not in meshes:
-        meshes[layout] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return meshes[layout]
+    if (world, layout) not in _device_meshes:
+        _device_meshes[world, layout] = init_device_mesh(
+            device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+    return _device_meshes[world, layout]
 
 
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:

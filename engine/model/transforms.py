@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from engine.model.token_drop import TokenDrop
 
 
+def check_slices(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
+    """Raises EngineError where the ranks of sequence parallelism cannot share ``model``, before it is changed."""
+    if plan.degrees.slices > 1:
+        from engine.model.sequence_parallel import check
+
+        check(model, blocks, plan)
+
+
 def split_layers(
     model: nn.Module,
     registry: ParameterRegistry,

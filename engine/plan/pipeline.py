@@ -139,6 +139,9 @@ def _check_company(
     if config.pipeline is not None and config.pipeline.partition == "time":
         instead = 'use "parameters" or a list of counts'
         refuse(PARTITION, "cutting by measured times is not built here", config.pipeline.partition, instead)
+    if degrees.tp > 1 and config.tensor_parallel is not None and "sequence" in config.tensor_parallel.plan.values():
+        why = "a norm on shards of the sequence hands shards to the next block, and hidden states travel whole"
+        refuse("tensor_parallel.plan", why, "sequence", 'say "replicate" of the norms')
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
     if optimizer is not None and optimizer.type in ONE_BIT:

@@ -122,24 +122,40 @@ def run_with(fault: str, case: Case) -> Outcome | Exception:
         return error
 
 
+LAYOUTS = {
+    "pp 2": (2, 2, 1),
+    "pp 4": (4, 4, 1),
+    "tp 2 x pp 2": (4, 2, 2),
+    "dp 2 x pp 2": (4, 2, 1),
+    "2 x 2 x 2": (8, 2, 2),
+}
+"""Ranks, pipeline ranks, tp ranks."""
+THREE_WAYS = [Case(8, 2, "1f1b", 1, tp=2), Case(8, 2, "interleaved_1f1b", 3, tp=2)]
+HYBRID = [Case(8, 2, schedule, 3, precision, shards=2) for schedule, precision in (("1f1b", "fp32"), ("zbv", "bf16"))]
+"""Two replicas of two shards each, in two stages."""
+
+
 def all_cases() -> list[Case]:
-    """Every schedule and stage on 2 and 4 pipeline ranks and on 2 x 2, in fp32 and bf16."""
-    layouts, precisions = [(2, 2), (4, 4), (4, 2)], ["fp32", "bf16"]
-    return [
-        Case(world, pp, schedule, stage, precision)
-        for (world, pp), schedule, stage, precision in itertools.product(layouts, SCHEDULES, range(4), precisions)
-    ]
+    """Every layout, schedule and stage in fp32 and bf16, and hybrid sharding."""
+    table = itertools.product(LAYOUTS.values(), SCHEDULES, range(4), ["fp32", "bf16"])
+    cases = [Case(world, pp, schedule, stage, kind, tp=tp) for (world, pp, tp), schedule, stage, kind in table]
+    return [*cases, *HYBRID]
+
+
+def quick_cases(cases: list[Case]) -> list[Case]:
+    """A cover of those on few ranks, and two on eight."""
+    return [*cover([case for case in cases if case.world < 8]), *THREE_WAYS]
 
 
 def cover(cases: list[Case]) -> list[Case]:
     """Few of them, in which any two of these still meet: schedule and whether parameters are sharded, layout and stage,
-    precision and each of the others."""
+    precision and each of the others. Of split layers only whether parameters are sharded beside them."""
 
     def pairs(case: Case) -> set[tuple[Any, ...]]:
-        layout, shards = (case.world, case.pp), case.stage == 3
+        layout, shards = (case.world, case.pp, case.tp), case.stage == 3
         return {
             (case.schedule, shards),
-            (layout, case.stage),
+            (layout, shards if case.tp > 1 else case.stage),
             *((case.precision, value) for value in (case.schedule, layout, case.stage)),
         }
 

@@ -68,14 +68,15 @@ def test_what_cannot_go_with_a_pipeline_is_named():
         managed_gradient_accumulation=False,
         sequence_parallel_size=2,
         optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
-        progressive_layer_drop={"enabled": True},
     )
+    split = {"size": 2, "plan": {"*.norm": "sequence"}}
+    found |= problems(world=8, pipeline={"stages": 2}, tensor_parallel=split)
     for path in (
         "pipeline.partition",
         "managed_gradient_accumulation",
         "sequence_parallel_size",
         "optimizer.type",
-        "progressive_layer_drop.enabled",
+        "tensor_parallel.plan",
     ):
         assert "does not go with pipeline.stages 2" in found[path], path
 
