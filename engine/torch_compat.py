@@ -66,7 +66,9 @@ def one_mesh_to_reshard_to() -> Iterator[None]:
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    make, made = _fully_shard._get_post_forward_mesh_info, {}
+    names = vars(_fully_shard)
+    made: dict[Any, Any] = {}
+    make = names["_get_post_forward_mesh_info"]
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
@@ -76,11 +78,11 @@ def one_mesh_to_reshard_to() -> Iterator[None]:
             made[key] = make(reshard_after_forward, mesh_info)
         return made[key]
 
-    _fully_shard._get_post_forward_mesh_info = shared
+    names["_get_post_forward_mesh_info"] = shared
     try:
         yield
     finally:
-        _fully_shard._get_post_forward_mesh_info = make
+        names["_get_post_forward_mesh_info"] = make
 
 
 def tree_leaves(tree: Any) -> list[Any]:

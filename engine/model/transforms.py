@@ -46,12 +46,13 @@ def split_layers(
     if mesh.split_by_caller:
         from engine.model.tensor_parallel.by_caller import adopt_split
 
-        return adopt_split(model, registry, mesh, ledger, granularity)
+        adopt_split(model, registry, mesh, ledger, granularity)
+        return
     from engine.model.tensor_parallel.apply import apply
     from engine.model.tensor_parallel.given import tensor_plan_of
 
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    return apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
 
 
 def cut_stages(
