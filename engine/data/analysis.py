@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.contracts import EngineError
+from engine.contracts import EngineError, RunFailed
 from engine.data.difficulty import RARITY, Metric, measure, rarity_table, token_rows
 from engine.data.difficulty_index import (
     DESCRIPTION,
@@ -150,10 +151,18 @@ def _run_chunks(
             progress(what, done, len(mine))
         return
     with _pool(min(workers.num_processes, len(missing))) as pool:
-        for finished in as_completed([pool.submit(work, chunk) for chunk in missing]):
-            finished.result()
-            done += 1
-            progress(what, done, len(mine))
+        try:
+            for finished in as_completed([pool.submit(work, chunk) for chunk in missing]):
+                finished.result()
+                done += 1
+                progress(what, done, len(mine))
+        except BrokenProcessPool:
+            raise RunFailed(
+                f"{what}: one of {workers.num_processes} worker processes ended without a result, {done} of "
+                f"{len(mine)} chunks done. What it printed stands above; the kernel may have ended it for want of "
+                'memory, and a script that calls analyze() needs its `if __name__ == "__main__":`. The same call '
+                "goes on from here; fewer workers need less memory"
+            ) from None
 
 
 @contextmanager

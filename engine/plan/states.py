@@ -13,7 +13,7 @@ from engine.plan.cuts import row_range
 from engine.plan.estimates import num_moments
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
-from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype, shard_ranks
+from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype
 
 BUCKETS_IN_FLIGHT = 3
 """Two reductions under way while a third bucket fills (engine/model/zero/buckets.py)."""
@@ -59,7 +59,7 @@ def count_states(plan: Plan, facts: ModelFacts, stage: int = 0) -> StateBytes:
 def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0, ranks: int | None = None) -> list[StateBytes]:
     """One entry for each of the first ``ranks`` (None: all) among which ZeRO cuts a pipeline stage."""
     cut = layout(plan, facts, stage)
-    shards = shard_ranks(plan)
+    shards = plan.shard_size
     ranks = shards if ranks is None else ranks
     parameters, masters, gradients, elements, tensors = ([0] * ranks for _ in range(5))
     whole_gradients = keeps_whole_gradients(plan) or bool(cut.units)  # 0-dim parameters at stage 3: as at stage 1

@@ -211,14 +211,13 @@ class StagedModel:
 
 def apply(
     model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
-) -> StagedModel | None:
-    """Cut ``model`` and tell ``registry`` which rank holds what; None without a pipeline. No communication.
+) -> StagedModel:
+    """Cut ``model`` and tell ``registry`` which rank holds what. No communication.
 
     Raises EngineError where the partition does not fit the layers.
     """
     pipeline = plan.pipeline
-    if pipeline is None:
-        return None
+    assert pipeline is not None
     layers, bounds, _ = layout_of(model, blocks, plan)
     num_ranks, num_stages = plan.degrees.pp, len(bounds) - 1
     stage_of = {p: s for s, (a, b) in enumerate(itertools.pairwise(bounds)) for p in range(a, b)}

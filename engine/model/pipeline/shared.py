@@ -119,14 +119,3 @@ class SharedAcrossStages:
     def zero_gradients(self) -> None:
         self._is_summed = False
         self._inner.zero_gradients()
-
-
-def share_over_stages(
-    inner: Reduction,
-    holders: Mapping[int, tuple[int, ...]],
-    frozen: Sequence[ParameterShard],
-    mesh: Mesh,
-    ledger: Ledger,
-) -> Any:
-    """``inner`` itself where no parameter of this rank is on another pipeline rank too."""
-    return SharedAcrossStages(inner, holders, frozen, mesh, ledger) if holders else inner

@@ -258,7 +258,7 @@ class BucketReduction(Arrivals):
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device if self.buckets else None)
         for bucket in self.buckets:
             assert bucket.result is not None
-            total += sum_of_squares(bucket.result, exact) / bucket.num_copies
+            total.add_(sum_of_squares(bucket.result, exact), alpha=1.0 / bucket.num_copies)
         return total / self.replicate_group.size
 
     def first_nonfinite(self) -> int | None:

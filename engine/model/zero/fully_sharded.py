@@ -27,11 +27,12 @@ from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
 from engine.plan.cuts import group_runs, is_cut, row_range
-from engine.torch_compat import foreach_norm, reduce_fully_sharded
+from engine.torch_compat import foreach_norm, one_mesh_to_reshard_to, reduce_fully_sharded
 
 log = logging.getLogger("engine")
 
 
+@one_mesh_to_reshard_to()
 def shard_model(
     model: nn.Module,
     runs: Sequence[Sequence[nn.Module]],
@@ -235,10 +236,10 @@ class FullyShardedReduction(Arrivals):
         for num_copies, alike in gradients.items():
             few = [gradient for gradient in alike if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
             if few:  # one kernel call for all biases and norms
-                total += torch.stack(foreach_norm(few)).double().square().sum() / num_copies
+                total.add_(torch.stack(foreach_norm(few)).double().square().sum(), alpha=1.0 / num_copies)
             for gradient in alike:
                 if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
-                    total += sum_of_squares(gradient, exact) / num_copies
+                    total.add_(sum_of_squares(gradient, exact), alpha=1.0 / num_copies)
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from engine.data.difficulty_index import MetricIndex
 from engine.launch.outcome import FAILURE_DIRECTORY
 from engine.plan import plan
 from engine.plan.layer_drop import theta_at
+from tests.harness import REPOSITORY
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MODEL = """
@@ -105,6 +107,11 @@ def test_analyze_then_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["--config", str(config), "--output", output]) == 2
     assert "is of another data set" in capsys.readouterr().err
+
+
+def test_worker_processes_do_not_run_the_command_again() -> None:
+    """What multiprocessing does with the main script in every process that it starts."""
+    runpy.run_path(str(REPOSITORY / "bin" / "ptrain"), run_name="__mp_main__")
 
 
 def test_analyze_without_a_curriculum_measures_what_is_built_in(tmp_path: Path) -> None:

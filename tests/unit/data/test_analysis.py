@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.contracts import EngineError
+from engine.contracts import EngineError, RunFailed
 from engine.data import analysis
 from engine.data.analysis import Workers, analyze
 from engine.data.difficulty import Metric, rarity_table
@@ -144,6 +145,17 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shown[0] == ("token counts", 5, 12)
     assert len(again) == 3 * 12 - 5
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
+
+
+def die(samples: Any) -> Any:
+    os._exit(9)
+
+
+def test_a_worker_that_dies(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunFailed, match=r"own: one of 2 worker processes ended.*0 of 12 chunks done.*goes on from here"
+    ):
+        analyze(blocks(), [Metric("own", die)], tmp_path, Workers(num_processes=2), chunk_samples=9)
 
 
 def test_what_is_left_of_other_data_is_not_used(tmp_path: Path) -> None:
