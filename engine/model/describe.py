@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from engine.model.blocks import find_blocks
 from engine.model.facts import read_facts, with_cuts
 from engine.model.imagined_splits import cut_dimensions, imagined_splits
 from engine.model.measure import measure_forward
+from engine.model.pipeline.layers import find_layers, layered_facts
+from engine.model.pipeline.reach import uncuttable
 from engine.model.tensor_parallel.split import Split
 from engine.model.zero import autocast, cast_buffers
 from engine.model.zero.layout import compute_dtype
@@ -44,7 +47,11 @@ def describe_model(
         except Exception as error:
             raise EngineError(f"the model cannot be built without memory: {_first_line(error)}") from error
         blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
-        facts = read_facts(model, blocks)
+        layers = None
+        if plan.pipeline is not None:
+            layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+            blocks = layers.modules
+        facts = read_facts(model, blocks) if layers is None else layered_facts(model, layers)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
         cast_buffers(model, plan.precision)
@@ -59,12 +66,21 @@ def describe_model(
                 if loss_of is None:
                     return replace(facts, why_not_measured="there is no batch to run the model on")
                 styles = {name: split.style for name, split in splits.items()}
-                forward = measure_forward(model, blocks, loss_of, samples, sequence_length, styles)
+                wrong: list[tuple[int, str]] = []
+
+                def look(loss: Tensor, outputs: Sequence[Any]) -> None:
+                    assert layers is not None
+                    wrong[:] = uncuttable(model, layers, dict(facts.ends), loss, outputs)
+
+                on_graph = None if layers is None else look
+                forward = measure_forward(
+                    model, blocks, loss_of, samples, sequence_length, styles, on_graph=on_graph
+                )
         except EngineError:
             raise
         except Exception as error:
             return replace(facts, why_not_measured=f"the model cannot run without values ({_first_line(error)})")
-    return replace(facts, forward=forward)
+    return replace(facts, forward=forward, uncuttable=tuple(wrong))
 
 
 def _splits(model: nn.Module, plan: Plan, loss_of: Callable[[nn.Module], Tensor] | None) -> dict[str, Split]:

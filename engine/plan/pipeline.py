@@ -50,7 +50,7 @@ def resolve_pipeline(
     num_micro_batches = _micro_batches(config, batch, findings)
     if num_micro_batches < degrees.pp * (2 if schedule in V_SHAPED else 1):
         bubble = bubble_fraction(schedule, degrees.pp, num_micro_batches, virtual)
-        idle = f"idle {100 * bubble:.1f} % of a step" if bubble is not None else "idle for much of a step"
+        idle = f"idle {100 * bubble:.1f} % of a step" + (" at least" if schedule in V_SHAPED else "")
         count = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
         findings.note(
             MICRO_BATCHES,

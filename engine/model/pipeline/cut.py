@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from engine.contracts import EngineError, PipelineError
 from engine.mesh import Mesh
-from engine.model.pipeline.layers import Layers, Place, describe, find_layers, place_of
+from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import ParameterRegistry, persistent_buffers
 from engine.plan import Plan
-from engine.plan.partition import Bounds, cut
+from engine.plan.partition import Bounds
 from engine.plan.pipeline_schedules import rank_of_stage, stages_of_rank
+from engine.plan.stages import stages_of
 from engine.torch_compat import children_of, tree_leaves, tree_map_tensors
 
 
@@ -209,7 +210,7 @@ def apply(
     pipeline = plan.pipeline
     if pipeline is None:
         return None
-    layers, bounds, _ = layout_of(model, blocks, plan)
+    layers, bounds = layout_of(model, blocks, plan)
     num_ranks, num_stages = plan.degrees.pp, len(bounds) - 1
     stage_of = {p: s for s, (a, b) in enumerate(itertools.pairwise(bounds)) for p in range(a, b)}
     rank_of = {stage: rank_of_stage(pipeline.schedule, num_ranks, stage) for stage in range(num_stages)}
@@ -238,24 +239,10 @@ def apply(
     return staged
 
 
-def layout_of(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> tuple[Layers, Bounds, dict[Place, int]]:
-    """The layers, where they are cut, and how many trainable elements stand around them, by the ends that hold them."""
-    pipeline = plan.pipeline
-    assert pipeline is not None
-    path = plan.config.model.blocks if plan.config.model else None
-    layers = find_layers(model, blocks, path)
-    around: dict[Place, int] = {"first": 0, "last": 0, "both": 0}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and layers.position_of(name) is None:
-            around[place_of(model, layers, name)] += parameter.numel()
-    bounds = cut(
-        pipeline.partition,
-        describe(layers),
-        plan.degrees.pp * pipeline.virtual_stages,
-        around["first"] + around["both"],
-        around["last"] + around["both"],
-    )
-    return layers, bounds, around
+def layout_of(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> tuple[Layers, Bounds]:
+    """The layers, and where they are cut."""
+    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+    return layers, stages_of(plan, layered_facts(model, layers)).bounds
 
 
 @torch.no_grad()
