@@ -26,7 +26,7 @@ from engine.model.forward_backward import OneByOne
 from engine.model.pipeline import cut as pipeline
 from engine.model.pipeline.schedule_runner import ScheduleRunner
 from engine.model.pipeline.shared import share_over_stages
-from engine.model.tensor_parallel.given import tensor_plan_of
+from engine.model.tensor_parallel.given import first_samples, tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
@@ -66,7 +66,8 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    staged = pipeline.apply(model, registry, blocks, plan, mesh)
+    sample, own_loss_fn = partial(first_samples, training_data, collate_fn), loss_fn or getattr(model, "loss_fn", None)
+    staged = pipeline.apply(model, registry, blocks, plan, mesh, sample, own_loss_fn)
     runs = [blocks] if staged is None else staged.runs
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
     tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
@@ -88,7 +89,7 @@ def build(
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
     windows = OneByOne() if staged is None else ScheduleRunner(staged, plan, mesh, ledger, reduction)
-    cut_loss_fn = curriculum.around(slices.around(loss_fn or getattr(model, "loss_fn", None)))
+    cut_loss_fn = curriculum.around(slices.around(own_loss_fn))
     roles = Roles(
         reduction,
         precision,

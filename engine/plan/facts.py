@@ -173,6 +173,8 @@ class ModelFacts:
     """And (name, "first" | "last" | "both") of every parameter name around them: the stages that need it."""
     uncuttable: tuple[tuple[int, str], ...] = ()
     """Behind how many layers such a model cannot be cut, and what of the layers in front is read behind the cut."""
+    layer_times: tuple[int, ...] = ()
+    """Of what is in front of the layers, of each layer, and of what is behind them, measured; in any unit."""
 
     @classmethod
     def of(

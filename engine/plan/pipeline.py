@@ -41,6 +41,8 @@ def resolve_pipeline(
         partition = findings.resolved(PARTITION, "parameters", "the heaviest stage sets the pace", "derived")
     elif isinstance(section.partition, str):
         partition = findings.resolved(PARTITION, section.partition)
+        if partition == "time":
+            findings.note(PARTITION, "layers are timed when training starts; ptrain plan takes their FLOPs for times")
     else:
         partition = findings.resolved(PARTITION, tuple(section.partition))
         _check_counts(partition, degrees.pp * virtual, findings)
@@ -136,8 +138,6 @@ def _check_company(
             refuse(
                 path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
             )
-    if config.pipeline is not None and config.pipeline.partition == "time":
-        refuse(PARTITION, "cutting by measured times is not built here", "time", 'use "parameters" or a list of counts')
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
     if optimizer is not None and optimizer.type in ONE_BIT:

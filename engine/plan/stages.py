@@ -38,7 +38,7 @@ class Stages:
         num_stages = plan.degrees.pp * plan.pipeline.virtual_stages
         if num_stages > len(facts.blocks):
             raise ConfigError([_too_many(plan, len(facts.blocks))])
-        self.bounds = cut(plan.pipeline.partition, self.layers(), num_stages, *self.around())
+        self.bounds = cut(plan.pipeline.partition, self.layers(), num_stages, *self.around(), times_of(facts))
         self._check()
 
     def _check(self) -> None:
@@ -136,6 +136,17 @@ class Stages:
         here = {at for run in self.runs(rank) for at in run}
         places = [(buffer, _position_of(self.facts.blocks, buffer.name)) for buffer in self.facts.buffers]
         return [buffer for buffer, at in places if at is None or at in here]
+
+
+def times_of(facts: ModelFacts) -> tuple[int, ...]:
+    """Measured, else in FLOPs, of what is in front of the layers, of each, and of what is behind; () where unknown."""
+    forward = facts.forward
+    if facts.layer_times or forward is None or not sum(forward.block_flops):
+        return facts.layer_times
+    around = forward.before_flops + forward.after_flops
+    backward = (forward.backward_flops - 2 * around) / sum(forward.block_flops)
+    blocks = (round((1 + backward) * flops) for flops in forward.block_flops)
+    return 3 * forward.before_flops, *blocks, 3 * forward.after_flops
 
 
 def stages_of(plan: Plan, facts: ModelFacts) -> Stages:

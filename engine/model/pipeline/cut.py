@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from engine.contracts import EngineError, PipelineError
 from engine.mesh import Mesh
 from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
+from engine.model.pipeline.profile import times_of_layers
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import ParameterRegistry, persistent_buffers
 from engine.plan import Plan
@@ -201,16 +203,29 @@ class StagedModel:
 
 
 def apply(
-    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
+    model: nn.Module,
+    registry: ParameterRegistry,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    sample: Callable[[], Any] = lambda: None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> StagedModel | None:
-    """Cut ``model`` and tell ``registry`` which rank holds what; None without a pipeline. No communication.
+    """Cut ``model`` and tell ``registry`` which rank holds what; None without a pipeline.
 
-    Raises EngineError where the partition does not fit the layers.
+    ``sample()`` is a batch, None where there is none: the partition "time" runs it through the model before the cut, and
+    all ranks agree on the times. Otherwise there is no communication.
+
+    Raises EngineError where the partition does not fit the layers, and where times cannot be measured.
     """
     pipeline = plan.pipeline
     if pipeline is None:
         return None
-    layers, bounds = layout_of(model, blocks, plan)
+    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+    facts = layered_facts(model, layers)
+    if pipeline.partition == "time":
+        facts = replace(facts, layer_times=times_of_layers(model, layers, plan, mesh, sample(), loss_fn))
+    bounds = stages_of(plan, facts).bounds
     num_ranks, num_stages = plan.degrees.pp, len(bounds) - 1
     stage_of = {p: s for s, (a, b) in enumerate(itertools.pairwise(bounds)) for p in range(a, b)}
     rank_of = {stage: rank_of_stage(pipeline.schedule, num_ranks, stage) for stage in range(num_stages)}
@@ -237,12 +252,6 @@ def apply(
     _drop(model, registry, plan, mesh.device)
     model.register_load_state_dict_pre_hook(functools.partial(_leave_out, whole - set(model.state_dict())))
     return staged
-
-
-def layout_of(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> tuple[Layers, Bounds]:
-    """The layers, and where they are cut."""
-    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
-    return layers, stages_of(plan, layered_facts(model, layers)).bounds
 
 
 @torch.no_grad()
