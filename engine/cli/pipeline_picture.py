@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
@@ -35,11 +36,9 @@ def schedule_text(plan: Plan, columns: int, stages: PipelineForecast | None = No
     rows = [list(_cells(row, virtual)) for row in slots]
     width = max(len(cell) for row in rows for cell in row) + 1
     end = max(map(len, rows))
-    lines = [
-        f"{pipeline.schedule} with {number} micro-batches{_of(plan)}; a column is one forward, . is idle",
-        f"{_letters(slots)}; the number is the micro-batch"
-        + ("" if virtual == 1 else ", in front of the letter stands the stage"),
-    ]
+    title = f"{pipeline.schedule} with {number} micro-batches{_of(plan)}; a column is one forward, . is idle"
+    example = "F3: of micro-batch 3" if virtual == 1 else "2F3: on stage 2, of micro-batch 3"
+    lines = [*wrap(title, columns), *wrap(f"{_letters(slots)}; {example}", columns)]
     label = len(f"rank {num_ranks - 1} | ")
     fit = max((columns - label) // width, 1)
     for start in range(0, end, fit):
@@ -54,7 +53,8 @@ def schedule_text(plan: Plan, columns: int, stages: PipelineForecast | None = No
         idle += f", {100 * idle_fraction(by_flops):.1f} % as these stages' FLOPs go"
     held = [most_held(order) for order in orders(pipeline.schedule, num_ranks, virtual, pipeline.num_micro_batches)]
     passages = "micro-batches" if virtual == 1 else "micro-batches (counted in each part)"
-    return "\n".join([*lines, f"{idle}.", f"At most rank by rank {', '.join(map(str, held))} {passages} are kept."])
+    kept = f"The ranks keep at most {', '.join(map(str, held))} {passages}."
+    return "\n".join([*lines, *wrap(f"{idle}.", columns), *wrap(kept, columns)])
 
 
 def step_seconds(plan: Plan, stages: PipelineForecast, speed: float) -> float:
@@ -113,15 +113,15 @@ def schedule_svg(plan: Plan, stages: PipelineForecast | None = None) -> str:
             parts += _box(slot, LEFT + slot.start * scale, top, (slot.end - slot.start) * scale, pipeline.virtual_stages)
     axis = TOP + ROW * len(slots) + 6
     parts.append(f'<line x1="{LEFT}" y1="{axis}" x2="{LEFT + end * scale:.1f}" y2="{axis}" stroke="{GRID}"/>')
-    parts.append(f'<text x="{LEFT}" y="{axis + 16}" fill="#666666">time</text>')
+    inside = "micro-batch" if pipeline.virtual_stages == 1 else "stage:micro-batch"
+    parts.append(f'<text x="{LEFT}" y="{axis + 16}" fill="#666666">time; in the boxes {inside}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _box(slot: Slot, left: float, top: int, width: float, virtual_stages: int) -> Iterator[str]:
     action = slot.action
-    # later parts of a rank are darker, so that a passage can be followed
-    yield _rect(left, top, width, FILL[action.kind], f"{NAMES[action.kind]} of micro-batch {action.micro_batch} on "
-                f"stage {action.stage}")  # fmt: skip
+    tip = f"{NAMES[action.kind]} of micro-batch {action.micro_batch} on stage {action.stage}"
+    yield _rect(left, top, width, FILL[action.kind], tip)
     label = f"{action.micro_batch}" if virtual_stages == 1 else f"{action.stage}:{action.micro_batch}"
     if 6 * len(label) < width:
         yield (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.cli.main import main
 from engine.config import load_config
 from engine.config.messages import EngineError
+from engine.data.batch import loss_of as scalar_of
 from engine.model.describe import describe_model
 from engine.plan import ModelFacts, Plan, World, plan
 from engine.plan.facts import ParameterFacts
@@ -75,7 +76,9 @@ def test_what_a_rank_holds_follows_the_partition_and_the_schedule() -> None:
 def described(name: str, made: Plan) -> ModelFacts:
     def loss_of(model: nn.Module) -> Tensor:
         batch = batch_of(name, 0, 0, 4)
-        return model(**batch) if isinstance(batch, dict) else cross_entropy(model(batch[0]), batch[1])
+        loss = scalar_of(model(**batch)) if isinstance(batch, dict) else cross_entropy(model(batch[0]), batch[1])
+        assert isinstance(loss, Tensor)
+        return loss
 
     return describe_model(lambda: seeded(name), made, loss_of, 8)
 
