@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("zero", "utils", "pipe"):  # DeepSpeed's names, for ``import engine as deepspeed``
+    if name in ("zero", "utils", "pipe", "sequence"):  # DeepSpeed's names, for ``import engine as deepspeed``
         return importlib.import_module(f"engine.compat.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")

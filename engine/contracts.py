@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from engine.config.messages import EngineError
+from engine.saved_work import Place, SavedWork
 
 if TYPE_CHECKING:
     import torch
@@ -98,47 +99,6 @@ class StepReport:
     def comm_bytes(self) -> int:
         """What this rank sent in the step, over all axes (engine/collectives/ledger.py says how it is counted)."""
         return sum(self.bytes_by_axis.values())
-
-
-class Place(NamedTuple):
-    """Where a run is: steps counted (skipped ones included), steps applied, training forward of the window, from 0."""
-
-    global_steps: int = 0
-    applied_steps: int = 0
-    micro_step: int = 0
-
-
-@dataclass
-class SavedWork:
-    """What layers left out on this rank since the last `take`: layer drop and token drop write it down here.
-
-    Only in training forwards, and once where a forward is computed again for its activations. ``place`` tells them
-    where the run is; ``sources`` give scalars for the monitors, which `take` keeps in ``scalars`` for the report.
-    """
-
-    layers_skipped: int = 0
-    layer_tokens: int = 0
-    refusal: str | None = None
-    """Why a layer cannot leave anything out, where that was found in a forward: the step ends the run with it."""
-    place: Callable[[], Place] = Place
-    sources: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
-    scalars: dict[str, float] = field(default_factory=dict)
-
-    def skip_layer(self, num_tokens: int) -> None:
-        """A layer that was not computed for a micro-batch (local) of ``num_tokens``."""
-        self.layers_skipped += 1
-        self.layer_tokens += num_tokens
-
-    def drop_tokens(self, num_tokens: int) -> None:
-        """Tokens that passed by one layer."""
-        self.layer_tokens += num_tokens
-
-    def take(self) -> tuple[int, int]:
-        """(layers skipped, tokens times layers left out), and begin anew."""
-        taken = self.layers_skipped, self.layer_tokens
-        self.layers_skipped = self.layer_tokens = 0
-        self.scalars = {name: value for source in self.sources for name, value in source().items()}
-        return taken
 
 
 @dataclass(frozen=True)

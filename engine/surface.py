@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from engine.contracts import (
     WholeSequences,
 )
 from engine.mesh import Mesh
-from engine.model.layer_drop import LayerDrop
-from engine.model.tensor_parallel.by_caller import refuse_checkpoint
-from engine.model.token_drop import TokenDrop
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
@@ -41,6 +38,10 @@ from engine.watch import WatcherList
 from engine.weights import save_16bit_model
 from engine.window import Window
 from engine.window_checks import check_loss
+
+if TYPE_CHECKING:
+    from engine.model.layer_drop import LayerDrop
+    from engine.model.token_drop import TokenDrop
 
 log = logging.getLogger("engine")
 
@@ -227,7 +228,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
-        refuse_checkpoint(self.mesh, "save_checkpoint()")
+        self.mesh.check_parts_known("save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -266,7 +267,7 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
-        refuse_checkpoint(self.mesh, "load_checkpoint()")
+        self.mesh.check_parts_known("load_checkpoint()")
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -296,7 +297,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
-        refuse_checkpoint(self.mesh, "save_16bit_model()")
+        self.mesh.check_parts_known("save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)

@@ -110,7 +110,9 @@ def schedule_svg(plan: Plan, stages: PipelineForecast | None = None) -> str:
         )
         parts.append(_rect(LEFT, top, end * scale, PALE))
         for slot in row:
-            parts += _box(slot, LEFT + slot.start * scale, top, (slot.end - slot.start) * scale, pipeline.virtual_stages)
+            parts += _box(
+                slot, LEFT + slot.start * scale, top, (slot.end - slot.start) * scale, pipeline.virtual_stages
+            )
     axis = TOP + ROW * len(slots) + 6
     parts.append(f'<line x1="{LEFT}" y1="{axis}" x2="{LEFT + end * scale:.1f}" y2="{axis}" stroke="{GRID}"/>')
     inside = "micro-batch" if pipeline.virtual_stages == 1 else "stage:micro-batch"

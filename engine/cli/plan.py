@@ -38,18 +38,19 @@ def run(argv: Sequence[str]) -> int:
     world = imagined_world(config, arguments.world, "--world")
     if arguments.per_node is not None:
         world = replace(world, local_size=arguments.per_node)
-    imagined, not_built = imagined_plan(config, world)
-    resolved = imagined if imagined is not None else make_plan(config, world)  # which raises what is wrong
+    resolved = imagined_plan(config, world) or make_plan(config, world)  # which raises what is wrong
     if arguments.values:
         print(render_values(resolved))
         return 0
     facts = _facts(config, resolved, arguments)
+    if facts is not None and arguments.model_size is None:  # the model's own blocks and heads
+        resolved = imagined_plan(config, world, facts) or make_plan(config, world, facts)
     made = None if facts is None else forecast(resolved, facts)
     fit = None if made is None or memory is None else judge(made, memory)
     if arguments.svg is not None:
         _draw(resolved, made, arguments.svg)
     if arguments.json:
-        known = {"not_built": list(not_built), "values": {v.path: v.value for v in resolved.values}}
+        known = {"not_built": list(config.not_built), "values": {v.path: v.value for v in resolved.values}}
         known |= {"mesh": resolved.degrees.by_axis, "placement": resolved.degrees.placement}
         known |= {} if made is None else made.to_json()
         print(json.dumps({**known, **({} if fit is None else {"fit": fit.to_json()})}, indent=2))
@@ -58,8 +59,8 @@ def run(argv: Sequence[str]) -> int:
     print(render_plan(resolved, columns))
     if resolved.pipeline is not None:
         _show_pipeline(resolved, made, arguments, columns)
-    if not_built:
-        print(f"valid, not built here: {', '.join(not_built)}")
+    if config.not_built:
+        print(f"valid, not built here: {', '.join(config.not_built)}")
     if made is not None:
         print(f"\n{render_forecast(made, fit, columns)}")
     elif memory is not None:

@@ -4,7 +4,7 @@ Thin: every name is one of ours. `engine` itself has those that are spelled alik
 ``import engine as deepspeed``.
 """
 
-from engine.compat import pipe, utils, zero, zero_to_fp32
+from engine.compat import pipe, sequence, utils, zero, zero_to_fp32
 from engine.compat.pipe import PipelineModule
 from engine.compat.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -26,6 +26,7 @@ __all__ = [
     "initialize",
     "load_state_dict_from_zero_checkpoint",
     "pipe",
+    "sequence",
     "utils",
     "zero",
     "zero_to_fp32",

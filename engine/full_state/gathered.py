@@ -45,6 +45,7 @@ def _opened(owner: LocalState, names: list[str], modifier_rank: int | None) -> I
             "zero.GatheredParameters: a model that is cut over pipeline stages has no whole parameters on a rank; "
             "full_parameters() and set_full_parameters() read and write them by name"
         )
+    owner._bring_together()
     infos = [registry.by_name[name] for name in dict.fromkeys(names)]
     cut = [info for info, parameter in registry.parameters() if info in infos and is_cut(parameter, info)]
     full = owner.full_parameters([info.name for info in cut]) if cut else {}

@@ -43,7 +43,7 @@ def measure_forward(
 ) -> ForwardFacts:
     """``loss_of(model)`` runs one micro-batch of ``samples`` x ``sequence_length`` tokens and returns the loss (0-dim).
 
-    ``every_block``: none stands for others. ``on_graph`` sees the loss and what each block returned before the backward.
+    ``every_block``: none stands for others. ``on_graph`` sees, before the backward, the loss and what blocks returned.
     """
     twins = {} if every_block else _twins(blocks)
     try:

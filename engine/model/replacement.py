@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+Record = TypeVar("Record")
 
-class Replacement:
+
+class Replacement(ABC):
     """Put on a module as its ``forward``, until `remove`; a subclass says in ``__call__`` what happens.
 
     It has the signature of the forward that it replaces. A copy of the module, or a pickled one, has that forward
@@ -37,11 +42,40 @@ class Replacement:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __reduce__(self) -> Any:
         return _own_forward, (self.module, self.before)
+
+
+class ReplacedForwards(Generic[Record]):
+    """The forwards that a transform has replaced, of a model and of its blocks, and which training forward of the model
+    (``under_way``) its blocks run in; `close` puts the forwards back."""
+
+    under_way: Record | None = None
+    _replacements: Sequence[Replacement] = ()
+
+    def _put(self, *replacements: Replacement) -> None:
+        self._replacements = replacements
+        for replacement in replacements:
+            replacement.put()
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        for replacement in reversed(self._replacements):
+            replacement.remove()
+        self._replacements = ()
+
+    @contextmanager
+    def inside(self, forward: Record | None) -> Iterator[None]:
+        """Around a forward of the model. None: it does not train, though it may run in one that does, as a teacher's
+        does."""
+        around, self.under_way = self.under_way, forward
+        try:
+            yield
+        finally:
+            self.under_way = around
 
 
 def _own_forward(module: nn.Module, before: Any) -> Any:

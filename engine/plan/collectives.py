@@ -15,7 +15,7 @@ from engine.plan.cuts import AGREEMENT_NUMBERS, row_range
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
 from engine.plan.stages import stages_of
-from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout, replica_ranks, shard_ranks
+from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout
 
 AGREEMENT_BYTES = AGREEMENT_NUMBERS * 8
 
@@ -67,7 +67,7 @@ def rounds(plan: Plan) -> int:
 
 def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Call]:
     """Gradients reduced, parameters gathered. 0-dim parameters beside a sharded model travel at the boundary."""
-    shard, replicas = shard_ranks(plan), replica_ranks(plan)
+    shard, replicas = plan.shard_size, plan.num_replicas
     times = 1 if is_scalars else rounds(plan)
     reduced = ITEM_BYTES.get(bucket.gradient_dtype, 4)
     if plan.precision.reduce != plan.precision.accumulate:
@@ -85,7 +85,7 @@ def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Cal
 
 def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
     """Stage 3: gathered for forward and, where it was let go of, for backward; reduced after every backward."""
-    shard, replicas = shard_ranks(plan), replica_ranks(plan)
+    shard, replicas = plan.shard_size, plan.num_replicas
     times = rounds(plan)
     own = unit.shard_numel(shard)
     gathered = ITEM_BYTES[compute_dtype(plan, unit.members[0].dtype)]
@@ -105,8 +105,8 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
 
 def _of_shared(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[Call]:
     """Gradients of parameters that several pipeline ranks hold, from each to each of the others once a step: this
-    rank's shards in fp32, all that the same ranks hold together, and a number for each that says whether it was used."""
-    stages, shards = stages_of(plan, facts), shard_ranks(plan)
+    rank's shards in fp32, all that the same ranks hold together, and for each a number that says whether it is used."""
+    stages, shards = stages_of(plan, facts), plan.shard_size
     held: dict[tuple[int, ...], int] = {}
     for bucket in cut.buckets:
         for _, numel in bucket.pieces(1):
@@ -126,6 +126,6 @@ def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[Call]:
     """Lamb needs the norms of whole parameters and of their updates: two fp32 numbers for each."""
     if plan.optimizer is None or plan.optimizer.type != "Lamb":
         return
-    for axis, ranks in (("dp_shard", shard_ranks(plan)), ("tp", plan.degrees.tp)):
+    for axis, ranks in (("dp_shard", plan.shard_size), ("tp", plan.degrees.tp)):
         if ranks > 1:
             yield axis, "all_reduce", "norms", 1, all_reduce_bytes(2 * 4 * len(facts.parameters), ranks)

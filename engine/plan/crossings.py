@@ -74,9 +74,9 @@ def _slices(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFact
     if cp > 1:
         around = times * (cp - 1)
         size = _scaled(plan, forward, whole.key_value_bytes, calls) // tp
-        yield "cp", "rotate", "keys and values", 2 * around * calls + around * again.attention_calls, size
+        yield "cp", "send", "keys and values", 2 * around * calls + around * again.attention_calls, size
         sums = 4 * _scaled(plan, forward, whole.key_value_elements, calls) // tp
-        yield "cp", "rotate", "gradients of keys and values", times * cp * calls, sums
+        yield "cp", "send", "gradients of keys and values", times * cp * calls, sums
     for axis, degree in (("cp", cp), ("sp", sp)):
         if degree > 1 and is_last:
             yield axis, "all_reduce", "loss", times, 2 * (degree - 1) * LOSS_BYTES // degree

@@ -161,7 +161,6 @@ class ModelFacts:
     ties: tuple[tuple[str, ...], ...] = ()
     num_block_parameters: int | None = None
     """Elements in the largest block."""
-    num_heads: int | None = None
     split_sizes: SplitSizes | None = None
     parameters: tuple[ParameterFacts, ...] = ()
     buffers: tuple[BufferFacts, ...] = ()

@@ -143,7 +143,9 @@ def forecast(plan: Plan, facts: ModelFacts) -> Forecast:
     Raises EngineError where the model cannot be cut into the stages that the plan asks for.
     """
     ranks = tuple(
-        RankForecast(r, count_states(plan, facts, r), count_activations(plan, facts, r), count_collectives(plan, facts, r))
+        RankForecast(
+            r, count_states(plan, facts, r), count_activations(plan, facts, r), count_collectives(plan, facts, r)
+        )
         for r in range(plan.degrees.pp)
     )
     return Forecast(plan, facts, ranks, count_compute(plan, facts), forecast_pipeline(plan, facts))

@@ -14,7 +14,7 @@ from engine.plan.sizes import format_count
 
 NAMES = {
     "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "send": "send",
-    "all_to_all": "all-to-all", "rotate": "pass on",
+    "all_to_all": "all-to-all",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ STAGES = "pipeline.stages"
 VIRTUAL = "pipeline.virtual_stages"
 MICRO_BATCHES = "pipeline.micro_batches"
 PARTITION = "pipeline.partition"
-SPLIT_FURTHER = {"tp": "tensor_parallel.size", "sp": "sequence_parallel_size", "cp": "parallel.context_parallel"}
+SPLIT_FURTHER = {"sp": "sequence_parallel_size", "cp": "parallel.context_parallel"}
 """The axes that cannot split a stage here, and their keys."""
 
 
@@ -138,6 +138,9 @@ def _check_company(
             refuse(
                 path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
             )
+    if degrees.tp > 1 and config.tensor_parallel is not None and "sequence" in config.tensor_parallel.plan.values():
+        why = "a norm on shards of the sequence hands shards to the next block, and hidden states travel whole"
+        refuse("tensor_parallel.plan", why, "sequence", 'say "replicate" of the norms')
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
     if optimizer is not None and optimizer.type in ONE_BIT:
@@ -145,18 +148,6 @@ def _check_company(
     if isinstance(zero.reshard_after_forward, int) and not isinstance(zero.reshard_after_forward, bool):
         path = "zero_optimization.zero_hpz_partition_size"
         refuse(path, "blocks stay whole inside the window anyway", zero.reshard_after_forward, "set it to 1")
-    dropping = config.progressive_layer_drop
-    if dropping is not None and dropping.enabled:
-        refuse(
-            "progressive_layer_drop.enabled",
-            "gates of other stages' layers are not built here",
-            True,
-            "set it to false",
-        )
-    routing = config.data_efficiency.data_routing if config.data_efficiency else None
-    if routing is not None and routing.random_ltd is not None and routing.random_ltd.enabled:
-        path = "data_efficiency.data_routing.random_ltd.enabled"
-        refuse(path, "token dropping across stages is not built here", True, "set it to false")
     if zero.stage >= 2 and degrees.dp_shard > 1:
         what = "gradients stay" if zero.stage == 2 else "the blocks of a stage and their gradients stay"
         findings.note(

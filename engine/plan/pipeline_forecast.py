@@ -69,7 +69,9 @@ def forecast_pipeline(plan: Plan, facts: ModelFacts) -> PipelineForecast | None:
     if pipeline is None:
         return None
     stages = stages_of(plan, facts)
-    held = {s: n for r in range(plan.degrees.pp) for s, n in zip(stages.on(r), micro_batches_held(plan, r), strict=True)}
+    held = {
+        s: n for r in range(plan.degrees.pp) for s, n in zip(stages.on(r), micro_batches_held(plan, r), strict=True)
+    }
     made = []
     for stage in range(stages.last + 1):
         flops = _flops(plan, facts, stage)

@@ -29,8 +29,8 @@ def activations_held(
 ) -> tuple[int, ...]:
     """The most micro-batches whose activations a rank holds at once, for each of its parts; their sum is the peak.
 
-    GPipe: m. 1F1B: min(p-i, m) on rank i. Interleaved: 2(p-i-1) + (v-1)p + 1 passages through single parts, in rounds of
-    p (Narayanan et al., 2.2). Split backwards keep them until the gradients of the weights: p for each part, and one
+    GPipe: m. 1F1B: min(p-i, m) on rank i. Interleaved: 2(p-i-1) + (v-1)p + 1 passages through single parts, in rounds
+    of p (Narayanan et al., 2.2). Split backwards keep them until the gradients of the weights: p for each part, and one
     more in all for dualpipev. Exact where p divides m, and m >= 2p for the V-shaped ones; else at most so many.
     """
     p, m = num_ranks, num_micro_batches

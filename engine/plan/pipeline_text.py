@@ -78,5 +78,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     widths = [max(len(line[at]) for line in (header, *rows)) for at in range(len(header))]
     left = [header[at] == "layers" for at in range(len(header))]
     for line in (header, *rows):
-        cells = (cell.ljust(w) if is_left else cell.rjust(w) for cell, w, is_left in zip(line, widths, left, strict=True))
+        cells = (
+            cell.ljust(w) if is_left else cell.rjust(w) for cell, w, is_left in zip(line, widths, left, strict=True)
+        )
         yield "  " + "  ".join(cells).rstrip()

@@ -14,7 +14,7 @@ from engine.plan.estimates import num_moments
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
 from engine.plan.stages import stages_of
-from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype, shard_ranks
+from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype
 
 BUCKETS_IN_FLIGHT = 3
 """Two reductions under way while a third bucket fills (engine/model/zero/buckets.py)."""
@@ -52,17 +52,15 @@ class StateBytes:
 
 
 def count_states(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> StateBytes:
-    """The first rank of those that hold a pipeline rank's part of the model. The others hold as much but for padding and for a step counter (4 bytes) for
-    each tensor that is cut elsewhere."""
+    """The first rank of those that hold a pipeline rank's part of the model. The others hold as much but for padding and
+    for a step counter (4 bytes) for each tensor that is cut elsewhere."""
     return states_by_rank(plan, facts, pipeline_rank, 1)[0]
 
 
-def states_by_rank(
-    plan: Plan, facts: ModelFacts, pipeline_rank: int = 0, ranks: int | None = None
-) -> list[StateBytes]:
+def states_by_rank(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0, ranks: int | None = None) -> list[StateBytes]:
     """One entry for each of the first ``ranks`` (None: all) among which ZeRO cuts what a pipeline rank holds."""
     cut = layout(plan, facts, pipeline_rank)
-    shards = shard_ranks(plan)
+    shards = plan.shard_size
     ranks = shards if ranks is None else ranks
     parameters, masters, gradients, elements, tensors = ([0] * ranks for _ in range(5))
     whole_gradients = keeps_whole_gradients(plan) or bool(cut.units)  # 0-dim parameters at stage 3: as at stage 1

@@ -98,21 +98,9 @@ class Layout:
         return (*buckets, *units, *self.whole)
 
 
-def shard_ranks(plan: Plan) -> int:
-    """Ranks among which ZeRO cuts: those of dp_shard, and of the slices of a sequence from stage 1 on."""
-    degrees = plan.degrees
-    return degrees.dp_shard * (degrees.cp * degrees.sp if plan.zero.stage else 1)
-
-
-def replica_ranks(plan: Plan) -> int:
-    """Ranks that hold the same and add their gradients up: dp_replicate, and at stage 0 the slices of a sequence."""
-    degrees = plan.degrees
-    return degrees.dp_replicate * (1 if plan.zero.stage else degrees.cp * degrees.sp)
-
-
 def keeps_whole_gradients(plan: Plan) -> bool:
     """Between the backward passes of a window: below stage 2, and under a pipeline, which reduces once a step."""
-    return plan.zero.stage < 2 or shard_ranks(plan) == 1 or plan.degrees.pp > 1
+    return plan.zero.stage < 2 or plan.shard_size == 1 or plan.degrees.pp > 1
 
 
 def local_parameters(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[ParameterFacts]:
@@ -131,7 +119,7 @@ def _cut(parameter: ParameterFacts, ranks: int) -> ParameterFacts:
 def layout(plan: Plan, facts: ModelFacts, rank: int = 0) -> Layout:
     """How ZeRO cuts the parameters of a pipeline rank."""
     held = local_parameters(plan, facts, rank)
-    if plan.zero.stage == 3 and shard_ranks(plan) > 1:
+    if plan.zero.stage == 3 and plan.shard_size > 1:
         return _sharded(plan, facts, held, rank)
     trained = [p for p in held if p.trainable]
     return Layout(tuple(_buckets(plan, facts, trained)), (), tuple(p for p in held if not p.trainable))
@@ -140,7 +128,7 @@ def layout(plan: Plan, facts: ModelFacts, rank: int = 0) -> Layout:
 def _buckets(
     plan: Plan, facts: ModelFacts, trained: Sequence[ParameterFacts], limit: int | None = None
 ) -> Iterator[FlatBucket]:
-    ranks, stages = shard_ranks(plan), stages_of(plan, facts)
+    ranks, stages = plan.shard_size, stages_of(plan, facts)
     holders = {p.name: held if len(held := stages.holders(p)) > 1 else () for p in trained}
     whole = plan.optimizer is not None and plan.optimizer.type in WHOLE_MATRICES
     owner_of = dict.fromkeys(holders, 0)

@@ -111,11 +111,11 @@ def page(tables: Sequence[Rows], args: argparse.Namespace, facts: dict[str, Any]
         "",
         f"{NUM_HOSTS} hosts at {args.rate} Mbit/s, {any_run.num_elements / 1e6:.1f} M parameters, micro-batches of "
         f"{load.micro_batch_size} x {load.sequence_length} tokens; one TCP connection carries {tables[0].rate:.0f} "
-        f"Mbit/s. Means of {args.steps} steps; a step takes as long as on its slowest host. \"on the wire\" is how long "
+        f'Mbit/s. Means of {args.steps} steps; a step takes as long as on its slowest host. "on the wire" is how long '
         "a host's bytes take at that rate: the least that a step can take without overlap of both directions.",
         "",
-        "| samples a step | layout | step ms | CPU ms/step | bytes/step, ledger | bytes/step, kernel | on the wire, ms | "
-        "times data parallel |",
+        "| samples a step | layout | step ms | CPU ms/step | bytes/step, ledger | bytes/step, kernel | on the wire, ms "
+        "| times data parallel |",
         "|" + " --- |" * 8,
         *(line for rows in tables for line in rows.lines()),
         "",

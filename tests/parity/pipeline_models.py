@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import engine
 from engine import LayerSpec, PipelineModule, TiedLayerSpec
@@ -116,6 +117,23 @@ def with_skip(**more: Any) -> nn.Module:
     return Skipping()
 
 
+class Recomputing(nn.Module):
+    """Dropout in blocks that the model computes again in backward, from around them, as Hugging Face's do."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Residual(WIDTH, dropout=0.3) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.again = again
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return cross_entropy(self.head(x), labels)
+
+
 def hugging_face(kind: str) -> Callable[..., nn.Module]:
     def build(**more: Any) -> nn.Module:
         import transformers
@@ -144,6 +162,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "opt": hugging_face("opt"),
     "skip": with_skip,
     "meta": on_meta,
+    "toy": lambda: toy_model(num_blocks=4, width=16, num_heads=2),
+    "stored": lambda: Recomputing(again=False),
+    "recomputed": lambda: Recomputing(again=True),
     "dropout": lambda: toy_model(num_blocks=4, width=16, num_heads=2, dropout=0.2),
 }
 WITH_LOSS_FN = ("tied_layers", "tuples", "sequential", "meta")
@@ -201,6 +222,7 @@ def train(name: str, steps: int = 3, accumulation: int = 4, **config: Any) -> di
         "pieces": pieces_of(model_engine),
         "whole": {n: p.clone() for n, p in model_engine.full_parameters().items()},
         "names": sorted(n for n, _ in model_engine.module.named_parameters()),
+        "left_out": (model_engine.layers_skipped, model_engine.tokens_computed),
     }
     model_engine.destroy()
     return seen

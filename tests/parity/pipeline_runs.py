@@ -26,7 +26,8 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Case:
-    """``micro_batches``: of a window on one data-parallel rank, each cut into ``pieces`` for the pipeline."""
+    """``micro_batches``: of a window on one data-parallel rank, each cut into ``pieces`` for the pipeline. ``tp`` ranks
+    split the layers of a stage; ``shards``: ranks among which stage 3 cuts them, where there are replicas of those."""
 
     world: int
     pp: int
@@ -36,14 +37,18 @@ class Case:
     micro_batches: int = 4
     partition: Any = "uniform"
     pieces: int = 1
+    tp: int = 1
+    shards: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.schedule}-pp{self.pp}of{self.world}-stage{self.stage}-{self.precision}"
+        split = f"-tp{self.tp}" if self.tp > 1 else ""
+        replicas = f"-in{self.shards}" if self.shards else ""
+        return f"{self.schedule}-pp{self.pp}of{self.world}{split}-stage{self.stage}{replicas}-{self.precision}"
 
     @property
     def num_parts(self) -> int:
-        return self.world // self.pp * self.micro_batches
+        return self.world // (self.pp * self.tp) * self.micro_batches
 
     def config(self) -> dict[str, Any]:
         pipeline: dict[str, Any] = {"stages": self.pp, "schedule": self.schedule, "partition": self.partition}
@@ -51,6 +56,9 @@ class Case:
             pipeline["micro_batches"] = self.micro_batches * self.pieces
         if self.schedule == "interleaved_1f1b":
             pipeline["virtual_stages"] = SCHEDULES[self.schedule]
+        more: dict[str, Any] = {"tensor_parallel": {"size": self.tp}} if self.tp > 1 else {}
+        if self.shards:
+            more["zero_optimization"] = {"mics_shard_size": self.shards}
         return config_of(
             stage=self.stage,
             precision=self.precision,
@@ -58,6 +66,7 @@ class Case:
             clip=CLIP,
             optimizer=SGD,
             pipeline=pipeline,
+            **more,
         )
 
 
@@ -94,9 +103,15 @@ def run_case(case: Case, fault: str | None = None) -> Outcome:
         "elements": sum(p.numel() for p in model_engine.module.parameters()),
         "bytes": dict(report.bytes_by_axis),
     }
-    pieces = pieces_of(model_engine)
+    pieces = pieces_of(model_engine) if case.tp == 1 else whole_pieces(model_engine)
     model_engine.destroy()
     return result, pieces, facts
+
+
+def whole_pieces(model_engine: engine.Engine) -> Pieces:
+    """Parameters of split layers, whole: each rank's in one piece."""
+    whole = model_engine.full_parameters()
+    return [(name, tuple(value.shape), 0, value.float().flatten()) for name, value in whole.items()]
 
 
 def run_with(fault: str, case: Case) -> Outcome | Exception:
@@ -107,24 +122,40 @@ def run_with(fault: str, case: Case) -> Outcome | Exception:
         return error
 
 
+LAYOUTS = {
+    "pp 2": (2, 2, 1),
+    "pp 4": (4, 4, 1),
+    "tp 2 x pp 2": (4, 2, 2),
+    "dp 2 x pp 2": (4, 2, 1),
+    "2 x 2 x 2": (8, 2, 2),
+}
+"""Ranks, pipeline ranks, tp ranks."""
+THREE_WAYS = [Case(8, 2, "1f1b", 1, tp=2), Case(8, 2, "interleaved_1f1b", 3, tp=2)]
+HYBRID = [Case(8, 2, schedule, 3, precision, shards=2) for schedule, precision in (("1f1b", "fp32"), ("zbv", "bf16"))]
+"""Two replicas of two shards each, in two stages."""
+
+
 def all_cases() -> list[Case]:
-    """Every schedule and stage on 2 and 4 pipeline ranks and on 2 x 2, in fp32 and bf16."""
-    layouts, precisions = [(2, 2), (4, 4), (4, 2)], ["fp32", "bf16"]
-    return [
-        Case(world, pp, schedule, stage, precision)
-        for (world, pp), schedule, stage, precision in itertools.product(layouts, SCHEDULES, range(4), precisions)
-    ]
+    """Every layout, schedule and stage in fp32 and bf16, and hybrid sharding."""
+    table = itertools.product(LAYOUTS.values(), SCHEDULES, range(4), ["fp32", "bf16"])
+    cases = [Case(world, pp, schedule, stage, kind, tp=tp) for (world, pp, tp), schedule, stage, kind in table]
+    return [*cases, *HYBRID]
+
+
+def quick_cases(cases: list[Case]) -> list[Case]:
+    """A cover of those on few ranks, and two on eight."""
+    return [*cover([case for case in cases if case.world < 8]), *THREE_WAYS]
 
 
 def cover(cases: list[Case]) -> list[Case]:
     """Few of them, in which any two of these still meet: schedule and whether parameters are sharded, layout and stage,
-    precision and each of the others."""
+    precision and each of the others. Of split layers only whether parameters are sharded beside them."""
 
     def pairs(case: Case) -> set[tuple[Any, ...]]:
-        layout, shards = (case.world, case.pp), case.stage == 3
+        layout, shards = (case.world, case.pp, case.tp), case.stage == 3
         return {
             (case.schedule, shards),
-            (layout, case.stage),
+            (layout, shards if case.tp > 1 else case.stage),
             *((case.precision, value) for value in (case.schedule, layout, case.stage)),
         }
 

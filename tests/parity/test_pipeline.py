@@ -8,11 +8,14 @@ import pytest
 
 from tests.parity.compare import assert_equal_to
 from tests.parity.pipeline_faults import FAULTS
-from tests.parity.pipeline_runs import CLIP, MODEL, SGD, STEPS, Case, all_cases, cover, run_case, run_with
+from tests.parity.pipeline_runs import CLIP, MODEL, SGD, STEPS, Case, all_cases, quick_cases, run_case, run_with
+from tests.parity.tiers import tiers
 from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH, Result, reference_run, toy_model
 
 CASES = all_cases()
-QUICK = cover(CASES)
+QUICK = quick_cases(CASES)
+SLOW_OF = 7
+"""Every so many of the other cells are in the slow tier; all of them run in `make matrix`."""
 TOLERANCES = {
     "fp32": {"losses": 1e-5, "parameters": 1e-5, "norms": 1e-6},
     "bf16": {"losses": 1e-3, "parameters": 1e-3, "norms": 1e-2},
@@ -47,7 +50,7 @@ def check(case: Case, by_rank: list) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, id=case.name, marks=marks) for case, marks in tiers(CASES, QUICK, SLOW_OF)],
 )
 def test_cell(ranks, case):
     check(case, ranks(case.world).run(run_case, case, timeout=120))

@@ -1,9 +1,9 @@
 """How long ranks wait, measured: stages with artificial times, on real ranks, against the formulas.
 
 Seconds would measure the machine: where ranks share two cores, what a rank does beside its stage takes as long as a
-stage. So each rank has a clock of its own that moves by a stage's time whenever the stage runs, and what travels carries
-the sender's time along, which the receiver's clock then waits for. The orders, the transfers and who waits for what are
-those of the run.
+stage. So each rank has a clock of its own that moves by a stage's time whenever the stage runs, and what travels
+carries the sender's time along, which the receiver's clock then waits for. The orders, the transfers and who waits for
+what are those of the run.
 """
 
 from __future__ import annotations

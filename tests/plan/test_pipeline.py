@@ -68,13 +68,14 @@ def test_what_cannot_go_with_a_pipeline_is_named():
         managed_gradient_accumulation=False,
         sequence_parallel_size=2,
         optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
-        progressive_layer_drop={"enabled": True},
     )
+    split = {"size": 2, "plan": {"*.norm": "sequence"}}
+    found |= problems(world=8, pipeline={"stages": 2}, tensor_parallel=split)
     for path in (
         "managed_gradient_accumulation",
         "sequence_parallel_size",
         "optimizer.type",
-        "progressive_layer_drop.enabled",
+        "tensor_parallel.plan",
     ):
         assert "does not go with pipeline.stages 2" in found[path], path
 
@@ -120,5 +121,10 @@ def test_who_holds_what():
     assert [rank_of_stage("dualpipev", 2, stage) for stage in range(4)] == [0, 1, 1, 0]
     assert [activations_held("1f1b", 4, 8, rank) for rank in range(4)] == [(4,), (3,), (2,), (1,)]
     assert activations_held("gpipe", 4, 8, 0) == (8,)
-    assert [activations_held("interleaved_1f1b", 4, 8, rank, 2) for rank in range(4)] == [(7, 4), (5, 4), (4, 3), (4, 1)]
+    assert [activations_held("interleaved_1f1b", 4, 8, rank, 2) for rank in range(4)] == [
+        (7, 4),
+        (5, 4),
+        (4, 3),
+        (4, 1),
+    ]
     assert activations_held("dualpipev", 4, 8, 0, 2) == (5, 4)

@@ -14,11 +14,11 @@ from engine.plan import World, plan
 from engine.plan.activations import micro_batches_held
 from engine.plan.collectives import count_collectives
 from engine.plan.states import states_by_rank
-from tests.parity.pipeline_models import cross_entropy, seeded
 from tests.parity.pipeline_models import batch_of as batch_of_layers
+from tests.parity.pipeline_models import cross_entropy, seeded
 from tests.parity.pipeline_runs import MODEL, window
 from tests.parity.toy import toy_batch, toy_model
-from tests.plan.test_states import _held, settings
+from tests.plan.real_counts import settings, states_held
 
 SIZE = 16
 
@@ -37,7 +37,7 @@ def count_real(config: dict[str, Any], kind: str) -> dict[str, Any]:
 
     def look() -> None:
         finish()
-        held.update(_held(model_engine, reduction))
+        held.update(states_held(model_engine, reduction))
 
     before: dict[Any, Any] = {}
     for step in range(2):

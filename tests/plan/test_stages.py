@@ -30,8 +30,7 @@ def planned(world: int = 4, **pipeline: Any) -> Plan:
 
 def facts_of(*sizes: int, before: int = 0, after: int = 0) -> ModelFacts:
     blocks = tuple(f"h.{index}" for index in range(len(sizes)))
-    parameters = [ParameterFacts(f"{name}.w", (size,), block=at) for at, (name, size) in enumerate(zip(blocks, sizes))
-                  if size]  # fmt: skip
+    parameters = [ParameterFacts(f"{blocks[at]}.w", (size,), block=at) for at, size in enumerate(sizes) if size]
     ends = [ParameterFacts("embed.w", (before,))] if before else []
     return ModelFacts.of([*ends, *parameters, *([ParameterFacts("head.w", (after,))] if after else [])], blocks)
 

@@ -100,7 +100,15 @@ class PipelineSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "stages"
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"properties": {"partition": {"pattern": "^(best|uniform|parameters|time|type:.+)$", "minItems": 1}}},
+        {
+            "properties": {
+                "partition": {
+                    "pattern": "^(best|uniform|parameters|time|type:.+)$",
+                    "minItems": 1,
+                    "items": {"minimum": 1},
+                }
+            }
+        },
     )
 
     stages: int | Literal["auto"] = Field("auto", description='Pipeline stages; "auto" and 1: off.')
@@ -109,8 +117,8 @@ class PipelineSection(Section):
     )
     partition: str | list[int] = Field(
         "best",
-        description='How layers are dealt out: "parameters" (and "best"), "time" (measured), "uniform", "type:REGEX", or '
-        "the number of layers of each stage.",
+        description='How layers are dealt out: "parameters" (and "best"), "time" (measured), "uniform", "type:REGEX", '
+        "or the number of layers of each stage.",
     )
     micro_batches: int | None = Field(
         None, ge=1, description="Micro-batches of a window on a rank; null: gradient_accumulation_steps."

@@ -9,6 +9,7 @@ model that uses more than the hidden state (a skip over layers) shows it at once
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,6 +142,15 @@ class StagedModel:
         finally:
             self._stage = self._received = self._seed = self._output = None
 
+    @contextlib.contextmanager
+    def computing_again(self, seed: Callable[[int | None], None] | None) -> Iterator[None]:
+        """Around a backward, which may compute layers again for their activations: they draw what they drew."""
+        self._seed = seed
+        try:
+            yield
+        finally:
+            self._seed = None
+
     def _show(self, stage: int | None) -> None:
         """Put the layers of ``stage`` in their places, gates for all others; None: every layer of this rank.
 
@@ -210,19 +220,20 @@ def apply(
     mesh: Mesh,
     sample: Callable[[], Any] = lambda: None,
     loss_fn: Callable[..., Any] | None = None,
-) -> StagedModel | None:
-    """Cut ``model`` and tell ``registry`` which rank holds what; None without a pipeline.
+) -> StagedModel:
+    """Cut ``model`` and tell ``registry`` which rank holds what.
 
-    ``sample()`` is a batch, None where there is none: the partition "time" runs it through the model before the cut, and
-    all ranks agree on the times. Otherwise there is no communication.
+    ``sample()`` is a batch, None where there is none: the partition "time" runs it through the model before the cut,
+    and all ranks agree on the times. Otherwise there is no communication.
 
     Raises EngineError where the partition does not fit the layers, and where times cannot be measured.
     """
     pipeline = plan.pipeline
-    if pipeline is None:
-        return None
+    assert pipeline is not None
     layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+    shapes = {info.name: info.global_shape for info in registry.infos}
     facts = layered_facts(model, layers)
+    facts = replace(facts, parameters=tuple(replace(p, shape=shapes[p.name]) for p in facts.parameters))
     if pipeline.partition == "time":
         facts = replace(facts, layer_times=times_of_layers(model, layers, plan, mesh, sample(), loss_fn))
     bounds = stages_of(plan, facts).bounds
@@ -265,9 +276,11 @@ def _drop(model: nn.Module, registry: ParameterRegistry, plan: Plan, device: tor
             if info is None or info.index not in absent:
                 continue
             delattr(module, key)
+            if info.cut is not None:  # what is not here needs no tp peers either: the class's own forward
+                module.__dict__.pop("forward", None)
             dtype = compute_dtype(info.dtype, plan.precision)
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-            module.__dict__[key] = nothing.expand(info.shape)
+            module.__dict__[key] = nothing.expand(info.global_shape)
     registry.free(absent)
 
 

@@ -73,10 +73,11 @@ def measure_layers(
     around: Callable[[], AbstractContextManager[Any]],
     wait: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Nanoseconds of what is in front of the layers, of each layer, and of what is behind them; the least of a few passes.
+    """Nanoseconds of what is in front of the layers, of each layer, and of what is behind them.
 
-    ``loss_of`` runs the model on a batch, inside ``around``; ``wait`` until the device has done all. Only one layer's activations live at a time. The model stays
-    as it is: no gradient is left behind, buffers and random streams are put back.
+    The least of a few passes. ``loss_of`` runs the model on a batch, inside ``around``; ``wait`` until the device has done all. Only one layer's
+    activations live at a time. The model stays as it is: no gradient is left behind, buffers and random streams are put
+    back.
     """
     passes = []
     with _unchanged(model), same_generators(next(model.parameters()).device), torch.enable_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup, Transfer
 from engine.collectives.stall import watch
-from engine.contracts import LossSum, PipelineError, Reduction
+from engine.contracts import LossSum, PipelineError, Reduction, SavedWork
 from engine.data.batch import loss_of
 from engine.device import seed_generators
 from engine.mesh import Mesh
@@ -43,6 +44,8 @@ class _Passage:
     gradients: list[Tensor] | None = None
     rest: list[dict[str, Any]] | None = None
     """What the second half of a split backward needs."""
+    seed: Callable[[int | None], None] | None = None
+    """What layers draw from, also where the backward computes them again."""
 
 
 class ScheduleRunner:
@@ -54,6 +57,7 @@ class ScheduleRunner:
         self._pipeline: PipelinePlan = plan.pipeline
         self._num_ranks, self._rank, self._device = plan.degrees.pp, mesh.coordinates["pp"], mesh.device
         self._last = staged.num_stages - 1
+        self._pieces = plan.pipeline.num_micro_batches // plan.batch.accumulation_steps
         schedule, num_ranks = plan.pipeline.schedule, plan.degrees.pp
         group = ShardGroup.of(mesh, "pp", ledger)
         self._transfers = Transfers(group, lambda stage: rank_of_stage(schedule, num_ranks, stage), mesh.device)
@@ -93,21 +97,26 @@ class ScheduleRunner:
             started = time.perf_counter()
             stage, index = action.stage, action.micro_batch
             if action.kind == "F":
-                self._forward(engine, stage, index, micro_batches)
+                with self._passing(engine, stage, index):
+                    self._forward(engine, stage, index, micro_batches)
             elif action.kind == "RECV_F":
                 self._post_output(stage, index, micro_batches[index])
             elif action.kind == "RECV_B":
                 kind = self._kind(micro_batches[index])
                 self._posted["B", stage, index] = self._transfers.post_gradients(stage, index, kind)
-            elif action.kind in ("B", "I"):
-                self._backward(engine, stage, index, whole=action.kind == "B")
-            elif action.kind == "W":
-                self._backward_of_weights(engine, stage, index)
+            elif action.kind in ("B", "I", "W"):
+                seed = self._passages[stage, index].seed
+                with self._passing(engine, stage, index), self._staged.computing_again(seed):
+                    if action.kind == "W":
+                        self._backward_of_weights(engine, stage, index)
+                    else:
+                        self._backward(engine, stage, index, whole=action.kind == "B")
             window.spend("forward" if action.kind.endswith("F") else "backward", started)
         self._transfers.flush()
         assert not self._passages
         assert not self._posted
         assert not self._handed_on
+        engine.roles.saved_work.count_for(self._num_ranks)
         window.num_micro_steps += steps - 1
         engine.micro_steps += steps - 1
         self._is_running = True
@@ -116,6 +125,14 @@ class ScheduleRunner:
         finally:
             self._is_running = False
 
+    def _passing(self, engine: Any, stage: int, index: int) -> AbstractContextManager[None]:
+        """What layers leave out is drawn as without a pipeline: by the micro-batch of the accumulation."""
+        micro_step, piece = divmod(index, self._pieces)
+        first_sample = piece * self._plan.batch.micro_batch_size // self._pieces
+        place = engine._place()._replace(micro_step=micro_step, first_sample=first_sample)
+        saved_work: SavedWork = engine.roles.saved_work
+        return saved_work.passing((stage, index), place)
+
     def _placement(self, engine: Any) -> Placement:
         batch = self._plan.batch
         return Placement(
@@ -123,7 +140,7 @@ class ScheduleRunner:
             engine._compute_dtype,
             engine.roles.curriculum,
             engine.roles.loss_fn,
-            self._pipeline.num_micro_batches // batch.accumulation_steps,
+            self._pieces,
             batch.micro_batch_size,
         )
 
@@ -139,6 +156,7 @@ class ScheduleRunner:
             place = (step, index, coordinate, "around" if layer is None else layer)
             seed_generators(self._device, stream_seed(self._plan.seed, "dropout by layer", *place))
 
+        passage.seed = seed
         with engine._autocast():
             output = self._staged.run(stage, micro_batch.args, micro_batch.kwargs, received, seed)
         if stage == self._last:
@@ -215,6 +233,10 @@ class ScheduleRunner:
         if whole:
             self._run_backward(engine, passage)
             del self._passages[stage, index]
+        elif splits and any(root.grad_fn is None for root in passage.roots):
+            # a stage that handed on what it got (all its layers were left out): there is nothing to split
+            self._run_backward(engine, passage)
+            passage.roots = []
         elif splits:
             # looked for here, where stage 3 has gathered them: these objects stay the same
             self._parameters.setdefault(stage, self._staged.parameters_of(stage))

@@ -113,20 +113,9 @@ class SharedAcrossStages:
             if shard.parameter.grad is not None:
                 number = len(self._holders[shard.info.index])
                 squares = sum_of_squares(shard.parameter.grad.reshape(-1), exact)
-                surplus += squares * ((number - 1) / number / self._replicas)
+                surplus += squares * ((number - 1) / number / shard.info.num_copies / self._replicas)
         return torch.where(total.isfinite(), total - surplus, total)
 
     def zero_gradients(self) -> None:
         self._is_summed = False
         self._inner.zero_gradients()
-
-
-def share_over_stages(
-    inner: Reduction,
-    holders: Mapping[int, tuple[int, ...]],
-    frozen: Sequence[ParameterShard],
-    mesh: Mesh,
-    ledger: Ledger,
-) -> Any:
-    """``inner`` itself where no parameter of this rank is on another pipeline rank too."""
-    return SharedAcrossStages(inner, holders, frozen, mesh, ledger) if holders else inner

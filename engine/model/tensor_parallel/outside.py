@@ -48,7 +48,7 @@ def _told(model: nn.Module, method: str) -> nn.Module | None:
     ask: Callable[[], nn.Module | None] | None = getattr(model, method, None)
     try:
         return ask() if callable(ask) else None
-    except (NotImplementedError, AttributeError):  # transformers' models that have none
+    except (NotImplementedError, AttributeError):  # what transformers raises where a model has no embedding or head
         return None
 
 

@@ -37,7 +37,7 @@ class Sketch:
             memo[id(parameter)] = nn.Parameter(hollow, requires_grad=floating)
         try:
             self.model: nn.Module = copy.deepcopy(original, memo)
-        except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        except (TypeError, RuntimeError, AttributeError) as error:
             raise EngineError(
                 "tensor_parallel: a plan is proved on a copy of one block, and this model "
                 f"({type(original).__name__}) cannot be copied: {type(error).__name__}: {error}; give the attribute "

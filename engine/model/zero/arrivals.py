@@ -10,7 +10,9 @@ has just been skipped, whether it is finite: a sum over ranks no longer tells wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +32,18 @@ def scaled_by(scale: float) -> Iterator[None]:
 def running_scale() -> float | None:
     """The innermost engine backward's scale; None in a plain backward."""
     return _running[-1] if _running else None
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method`` as a hook that keeps its object not alive. What hooks hang on lies where the garbage collector cannot
+    follow: through a bound method they would hold the role for good, and with it the model and its gradients."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := weak()) is not None:
+            alive(*args)
+
+    return call
 
 
 class Arrivals:

@@ -14,15 +14,16 @@ Why not FSDP2 or DistributedDataParallel: docs/adr/0001-flat-buckets.md.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
-from engine.model.zero.arrivals import Arrivals
-from engine.model.zero.bucket import Bucket, Member
+from engine.model.zero.arrivals import Arrivals, weakly
+from engine.model.zero.bucket import Bucket
 from engine.model.zero.shards import first_nonfinite, sum_of_squares
 from engine.torch_compat import foreach_add_, foreach_copy_
 
@@ -63,41 +64,49 @@ class BucketReduction(Arrivals):
         self._num_rounds = 0
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._take = {m.parameter: self._make_hook(bucket, m) for bucket in self.buckets for m in bucket.members}
-        self._hooks = [p.register_post_accumulate_grad_hook(take) for p, take in self._take.items()]
+        self._place_of = {
+            member.parameter: (bucket_at, member_at)
+            for bucket_at, bucket in enumerate(self.buckets)
+            for member_at, member in enumerate(bucket.members)
+        }
+        take = weakly(self._take)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(take, *place))
+            for parameter, place in self._place_of.items()
+        ]
         self.shards = [shard for bucket in self.buckets for shard, _ in bucket.shards]
         self._start_round()
 
     # --- collecting ------------------------------------------------------------------------------------------
 
-    def _make_hook(self, bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            self._note_arrival(member.info.index, gradient)
-            if member.arrived:
-                # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
-                # reductions wait for the end of the backward, when all has come; what was sent too early follows.
-                self._overlaps = False
-                if bucket.launched:
-                    bucket.late.append((member, gradient))
-                    return
-                self._deposit(bucket)
-            else:
-                member.arrived = member.in_window = True
-                bucket.num_waiting -= 1
-            bucket.arrivals.append((member, gradient))
-            if bucket.num_waiting == 0:
-                self._deposit(bucket)
-                if self._reducing and self._overlaps:
-                    self._advance()
-
-        return take
+    def _take(self, bucket_at: int, member_at: int, parameter: Tensor) -> None:
+        """The hook of a parameter."""
+        bucket = self.buckets[bucket_at]
+        member = bucket.members[member_at]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._note_arrival(member.info.index, gradient)
+        if member.arrived:
+            # A second time in one backward, as reentrant checkpointing of a shared layer makes it. From now on
+            # reductions wait for the end of the backward, when all has come; what was sent too early follows.
+            self._overlaps = False
+            if bucket.launched:
+                bucket.late.append((member, gradient))
+                return
+            self._deposit(bucket)
+        else:
+            member.arrived = member.in_window = True
+            bucket.num_waiting -= 1
+        bucket.arrivals.append((member, gradient))
+        if bucket.num_waiting == 0:
+            self._deposit(bucket)
+            if self._reducing and self._overlaps:
+                self._advance()
 
     def collect(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None and parameter in self._take:
-                self._take[parameter](parameter)
+            if parameter.grad is not None and parameter in self._place_of:
+                self._take(*self._place_of[parameter], parameter)
 
     @torch.no_grad()
     def _deposit(self, bucket: Bucket) -> None:
@@ -249,7 +258,7 @@ class BucketReduction(Arrivals):
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device if self.buckets else None)
         for bucket in self.buckets:
             assert bucket.result is not None
-            total += sum_of_squares(bucket.result, exact) / bucket.num_copies
+            total.add_(sum_of_squares(bucket.result, exact), alpha=1.0 / bucket.num_copies)
         return total / self.replicate_group.size
 
     def first_nonfinite(self) -> int | None:

@@ -21,17 +21,18 @@ from torch.utils.hooks import RemovableHandle
 from engine.collectives.fsdp import AllGather, ReduceScatter
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
-from engine.model.zero.arrivals import Arrivals
+from engine.model.zero.arrivals import Arrivals, weakly
 from engine.model.zero.layout import DTYPES
 from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first_nonfinite, sum_of_squares
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
 from engine.plan.cuts import group_runs, is_cut, row_range
-from engine.torch_compat import foreach_norm, reduce_fully_sharded
+from engine.torch_compat import foreach_norm, one_mesh_to_reshard_to, reduce_fully_sharded
 
 log = logging.getLogger("engine")
 
 
+@one_mesh_to_reshard_to()
 def shard_model(
     model: nn.Module,
     runs: Sequence[Sequence[nn.Module]],
@@ -155,7 +156,8 @@ class FullyShardedReduction(Arrivals):
         self._local = [(shard, sharded[shard.info.index]) for shard in self.shards]
         self._used: set[int] = set()
         self._noted: dict[Tensor, int] = {}
-        self._hooks: list[RemovableHandle] = [model.register_forward_hook(self._let_go)]
+        self._note = weakly(self._note_use)
+        self._hooks: list[RemovableHandle] = [model.register_forward_hook(weakly(self._let_go))]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 self._watch_use(name, module, registry)  # type: ignore[arg-type]
@@ -177,7 +179,7 @@ class FullyShardedReduction(Arrivals):
             for name, parameter in module.named_parameters():
                 info = registry.by_name.get(registry.aliases.get(prefix + name, prefix + name))
                 if info is not None and info.group is not None and info.shape and not isinstance(parameter, DTensor):
-                    note = functools.partial(self._note_use, info.index)
+                    note = functools.partial(self._note, info.index)
                     self._noted[parameter] = info.index
                     is_frozen = not parameter.requires_grad  # since initialize, perhaps not for long
                     parameter.requires_grad_(True)
@@ -234,10 +236,10 @@ class FullyShardedReduction(Arrivals):
         for num_copies, alike in gradients.items():
             few = [gradient for gradient in alike if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
             if few:  # one kernel call for all biases and norms
-                total += torch.stack(foreach_norm(few)).double().square().sum() / num_copies
+                total.add_(torch.stack(foreach_norm(few)).double().square().sum(), alpha=1.0 / num_copies)
             for gradient in alike:
                 if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
-                    total += sum_of_squares(gradient, exact) / num_copies
+                    total.add_(sum_of_squares(gradient, exact), alpha=1.0 / num_copies)
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +203,26 @@ def test_output_is_tried_and_left_alone(tmp_path: Path) -> None:
         check_output(tmp_path / "file" / "run")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_without_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
+@pytest.fixture
+def nobody() -> Iterator[Path]:
+    """A folder that its owner may not write into, by somebody whom that stops: root goes without its rights."""
+    somebody = 65534 if os.geteuid() == 0 else os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:
+        if somebody != os.geteuid():
+            os.chown(folder, somebody, -1)
+        os.chmod(folder, 0o500)
+        before = os.geteuid()
+        os.seteuid(somebody)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(before)
+            os.chmod(folder, 0o700)
+
+
+def test_output_without_permission(nobody: Path) -> None:
     with pytest.raises(EngineError, match="permission denied"):
-        check_output(tmp_path / "run")
+        check_output(nobody / "run")
 
 
 def test_resume_takes_a_checkpoint_a_folder_of_them_or_an_output(tmp_path: Path) -> None:
