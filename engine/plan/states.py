@@ -52,8 +52,8 @@ class StateBytes:
 
 
 def count_states(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> StateBytes:
-    """The first rank of those that hold a pipeline rank's part of the model. The others hold as much but for padding and
-    for a step counter (4 bytes) for each tensor that is cut elsewhere."""
+    """The first rank of those that hold a pipeline rank's part of the model. The others hold as much but for padding
+    and for a step counter (4 bytes) for each tensor that is cut elsewhere."""
     return states_by_rank(plan, facts, pipeline_rank, 1)[0]
 
 

@@ -170,7 +170,10 @@ def idle_fraction(slots: Sequence[Sequence[Slot]]) -> float:
 
 
 def most_held(order: Sequence[Action | None]) -> int:
-    """The most micro-batches whose activations a rank keeps at once, counted in each of its stages: from its forward to its backward, or to the half that computes the gradients of weights."""
+    """The most micro-batches whose activations a rank keeps at once, counted in each of its stages.
+
+    They are kept from the forward to the backward, or to the half that computes the gradients of weights.
+    """
     held = most = 0
     for action in _merged(order):
         held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

@@ -75,9 +75,9 @@ def measure_layers(
 ) -> list[int]:
     """Nanoseconds of what is in front of the layers, of each layer, and of what is behind them.
 
-    The least of a few passes. ``loss_of`` runs the model on a batch, inside ``around``; ``wait`` until the device has done all. Only one layer's
-    activations live at a time. The model stays as it is: no gradient is left behind, buffers and random streams are put
-    back.
+    The least of a few passes. ``loss_of`` runs the model on a batch, inside ``around``; ``wait`` until the device has
+    done all. Only one layer's activations live at a time. The model stays as it is: no gradient is left behind, buffers
+    and random streams are put back.
     """
     passes = []
     with _unchanged(model), same_generators(next(model.parameters()).device), torch.enable_grad():
