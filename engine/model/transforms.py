@@ -56,14 +56,22 @@ def split_layers(
 
 
 def cut_stages(
-    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
+    model: nn.Module,
+    registry: ParameterRegistry,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    data: tuple[Any, Callable[..., Any] | None] = (None, None),
+    loss_fn: Callable[..., Any] | None = None,
 ) -> StagedModel | None:
-    """The pipeline stages of this rank; None without a pipeline."""
+    """The pipeline stages of this rank; None without a pipeline. ``data``: the training data and its collate_fn."""
     if plan.pipeline is None:
         return None
     from engine.model.pipeline.cut import apply
+    from engine.model.tensor_parallel.given import first_samples
 
-    return apply(model, registry, blocks, plan, mesh)
+    own = loss_fn or getattr(model, "loss_fn", None)
+    return apply(model, registry, blocks, plan, mesh, lambda: first_samples(*data), own)
 
 
 def share_over_stages(
