@@ -91,7 +91,9 @@ LESS = (
 """What as much time gives without any of it: one seed shows it."""
 
 LARGE = (
-    Row("plain, 4 x batch and rate", 48, lr=1.6e-2, global_batch=64),
-    Row("curriculum, 4 x batch and rate", 48, lr=1.6e-2, global_batch=64, changes=curriculum(16, 40)),
+    Row("plain, 4 x batch, 4 x rate", 48, lr=1.6e-2, global_batch=64),
+    Row("curriculum, 4 x batch, 4 x rate", 48, lr=1.6e-2, global_batch=64, changes=curriculum(16, 40)),
+    Row("plain, 4 x batch, 8 x rate", 48, lr=3.2e-2, global_batch=64),
+    Row("curriculum, 4 x batch, 8 x rate", 48, lr=3.2e-2, global_batch=64, changes=curriculum(16, 40)),
 )
-"""An unstable run and its stable twin: 4 times the batch and the learning rate of the plain run."""
+"""Pairs: a run that may be unstable, and its twin that should not be. Batch and rate: multiples of the plain run's."""
