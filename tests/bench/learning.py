@@ -142,10 +142,10 @@ def page(
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, {len(seeds)} seeds on which no setting was "
         "chosen. Validation losses are in nats per byte, over 1024 samples. Tokens are fractions of the first row's, "
-        "times too; the times of large batches are fractions of their own first row's. A row that plans a whole run for "
-        "a part of the plain run's time has a bar on both; the plain rows of fewer steps, one seed each, are what that "
-        "time gives without the feature. What else was tried, and "
-        "why bars are missed: [learning_tried.md](learning_tried.md).",
+        "times too; the times of large batches are fractions of their own first row's. A row that plans a whole run "
+        "for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one seed each, are what "
+        "that time gives without the feature. What else was tried, and why bars are missed: "
+        "[learning_tried.md](learning_tried.md).",
         "",
         "| row | steps | batch | lr | wall time | CPU time | tokens seen | tokens computed | validation loss | by seed "
         "| spread |",
