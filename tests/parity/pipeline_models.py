@@ -141,6 +141,7 @@ def hugging_face(kind: str) -> Callable[..., nn.Module]:
         common = {"vocab_size": VOCABULARY, "use_cache": False}
         if kind == "llama":
             shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+            common["vocab_size"] = VOCABULARY + 1  # the model's own tensor plan wants it even
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **shape, num_key_value_heads=2))
         if kind == "gpt2":
             shape = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}

@@ -75,7 +75,7 @@ def check(by_rank: list[Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def seen(ranks):
-    return dict(zip(PAIRS, zip(*ranks(2).run(train_each, [*PAIRS.values()], timeout=1200), strict=True), strict=True))
+    return dict(zip(PAIRS, zip(*ranks(2).run(train_each, [*PAIRS.values()], timeout=300), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, (model, _) in PAIRS.items() if model != "recomputed"])
@@ -86,7 +86,7 @@ def test_beside_a_pipeline(seen, name):
 def test_layers_computed_again_draw_what_they_drew(ranks, seen):
     """Dropout is on, whose masks are a pipeline's own: the run that stores its activations is the reference."""
     jobs = [("stored", config) for model, config in PAIRS.values() if model == "recomputed"]
-    stored = zip(*ranks(2).run(train_each, jobs, timeout=1200), strict=True)
+    stored = zip(*ranks(2).run(train_each, jobs, timeout=300), strict=True)
     for name, by_rank in zip(
         [name for name, (model, _) in PAIRS.items() if model == "recomputed"], stored, strict=True
     ):
@@ -94,6 +94,6 @@ def test_layers_computed_again_draw_what_they_drew(ranks, seen):
 
 
 def test_on_split_layers(ranks):
-    by_job = zip(*ranks(4).run(train_each, [*SPLIT_PAIRS.values()], timeout=1200), strict=True)
+    by_job = zip(*ranks(4).run(train_each, [*SPLIT_PAIRS.values()], timeout=300), strict=True)
     for job, by_rank in zip(SPLIT_PAIRS.values(), by_job, strict=True):
         check(by_rank, alone(job))
