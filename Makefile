@@ -8,6 +8,7 @@ TRAIN_ARGUMENTS ?=
 TEST_ARGUMENTS ?=
 TEST_WORKERS ?= 2
 BENCH_ARGUMENTS ?=
+COMPOSITION_ARGUMENTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 PARALLEL = --numprocesses $(TEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow check format bench bench-onebit bench-network bench-learning matrix docs wheel clean
+.PHONY: help train test test-slow check format bench bench-onebit bench-network bench-learning matrix composition docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,7 @@ bench: $(VENV)/.installed ## measure this engine beside its peers, and what drop
 	@$(BIN)/python -m tests.bench.paired --rows ddp,engine-s0,hand-s0,engine-s1,hand-s1,engine-s2,hand-s2,engine-s3,hand-s3 --output docs/benchmarks/in_turn.md
 	@$(BIN)/python -m tests.bench.startup --output docs/benchmarks/startup.md
 	@$(BIN)/python -m tests.bench.checkpoints --output docs/benchmarks/checkpoints.md
+	@$(BIN)/python -m tests.bench.plan_against_real --output docs/benchmarks/plan.md
 	@$(BIN)/python -m tests.bench.token_drop --output docs/benchmarks/token_drop.md
 	@$(BIN)/python -m tests.bench.layer_drop --output docs/benchmarks/layer_drop.md
 	@$(BIN)/python -m tests.bench.analysis --output docs/benchmarks/analysis.md
@@ -51,14 +53,18 @@ bench: $(VENV)/.installed ## measure this engine beside its peers, and what drop
 bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what AdamW learns? goes on where it stopped
 	@$(BIN)/python -m tests.bench.convergence --output docs/benchmarks/one_bit.md $(BENCH_ARGUMENTS)
 
-bench-network: $(VENV)/.installed ## 1-bit optimizers between hosts on a slow network (Linux, root, iproute2)
+bench-network: $(VENV)/.installed ## 1-bit optimizers and pipelines on a slow network (Linux, root, iproute2)
 	@$(BIN)/python -m tests.bench.slow_network --output docs/benchmarks/slow_network.md $(BENCH_ARGUMENTS)
+	@$(BIN)/python -m tests.bench.pipeline_network --output docs/benchmarks/pipeline_network.md
 
 bench-learning: $(VENV)/.installed-plot ## do curricula, random-LTD and layer drop learn as much in less time? goes on where it stopped
 	@$(BIN)/python -m tests.bench.learning --output docs/benchmarks/learning.md $(BENCH_ARGUMENTS)
 
-matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; writes docs/benchmarks/matrix.md
+matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; fills docs/benchmarks/matrix.md
 	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
+
+composition: $(VENV)/.installed-test ## every pair of features, equal or refused; writes docs/composition.md, goes on where it stopped
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.composition.page $(COMPOSITION_ARGUMENTS)
 
 docs: $(VENV)/.installed ## generate the schema and the config reference
 	@$(BIN)/python -m engine.config.schema

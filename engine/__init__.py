@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import Config, ConfigError, load_config
-    from engine.contracts import EngineError, LossSum, RunFailed, StepReport, Watcher
+    from engine.contracts import EngineError, LossSum, PipelineError, RunFailed, StepReport, Watcher
     from engine.data.loader import RepeatingLoader
     from engine.engine import Engine
     from engine.entry import add_config_arguments, init_distributed, initialize
+    from engine.model.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 
 __version__ = "0.1.0"
 
@@ -25,9 +26,13 @@ _HOMES = {
     "Engine": "engine.engine",
     "EngineError": "engine.contracts",
     "LossSum": "engine.contracts",
+    "LayerSpec": "engine.model.pipeline.module",
+    "PipelineError": "engine.contracts",
+    "PipelineModule": "engine.model.pipeline.module",
     "RepeatingLoader": "engine.data.loader",
     "RunFailed": "engine.contracts",
     "StepReport": "engine.contracts",
+    "TiedLayerSpec": "engine.model.pipeline.module",
     "Watcher": "engine.contracts",
     "add_config_arguments": "engine.entry",
     "init_distributed": "engine.entry",
@@ -40,10 +45,14 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineError",
+    "LayerSpec",
     "LossSum",
+    "PipelineError",
+    "PipelineModule",
     "RepeatingLoader",
     "RunFailed",
     "StepReport",
+    "TiedLayerSpec",
     "Watcher",
     "__version__",
     "add_config_arguments",
@@ -54,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("zero", "utils"):  # DeepSpeed's names, for ``import engine as deepspeed``
+    if name in ("zero", "utils", "pipe", "sequence"):  # DeepSpeed's names, for ``import engine as deepspeed``
         return importlib.import_module(f"engine.compat.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")

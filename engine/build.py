@@ -16,19 +16,19 @@ from engine.checkpoint.tree import StateTree
 from engine.collectives.ledger import Ledger
 from engine.collectives.norms import NormSum
 from engine.collectives.shards import ShardGroup
-from engine.contracts import NoSchedule, SavedLayout, SavedWork, Stateful
+from engine.contracts import NoSchedule, Reduction, SavedLayout, SavedWork, Stateful
 from engine.data.build import build_curriculum, build_loader
 from engine.engine import Engine
 from engine.mesh import Mesh
-from engine.model import layer_drop, sequence_parallel, tensor_parallel, token_drop, zero
+from engine.model import transforms, zero
 from engine.model.blocks import find_blocks
-from engine.model.tensor_parallel.given import tensor_plan_of
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
 from engine.optim.compressed import connect
 from engine.optim.factory import granularity_of
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
+from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import schedule_on
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
@@ -62,13 +62,15 @@ def build(
 
     # transforms, outermost axis first
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
-    tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    tensor_parallel.apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
-    slices = sequence_parallel.apply(model, blocks, plan, mesh, ledger)
-    on_tokens = token_drop.apply(model, blocks, plan, mesh, saved_work)
-    dropped = layer_drop.apply(model, blocks, plan, saved_work, mesh.rank)
-    data_parallel = zero.apply(model, registry, blocks, plan, mesh, ledger, granularity)
-    reduction = data_parallel.reduction
+    transforms.check_slices(model, blocks, plan)  # of the model as its author wrote it
+    transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
+    staged = transforms.cut_stages(model, registry, blocks, plan, mesh, (training_data, collate_fn), loss_fn)
+    runs = [blocks] if staged is None else staged.runs
+    slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
+    on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)
+    dropped = transforms.drop_layers(model, blocks, plan, saved_work, mesh.rank)
+    data_parallel = zero.apply(model, registry, runs, plan, mesh, ledger, granularity)
+    reduction = transforms.share_over_stages(data_parallel.reduction, registry, data_parallel.frozen, mesh, ledger)
 
     # data and roles
     loader = build_loader(plan, mesh, training_data, collate_fn)
@@ -81,7 +83,8 @@ def build(
     if stepper is not None:
         stepper.bind(loss_scale=lambda: precision.scale, zero_gradients=lambda: None)
     clipping, role = build_clipping(plan.gradient_clipping), EngineSchedule(schedule)
-    cut_loss_fn = curriculum.around(slices.around(loss_fn))
+    windows = transforms.run_windows(staged, plan, mesh, ledger, reduction)
+    cut_loss_fn = curriculum.around(slices.around(loss_fn or getattr(model, "loss_fn", None)))
     roles = Roles(
         reduction,
         precision,
@@ -89,6 +92,7 @@ def build(
         stepper,
         role,
         curriculum,
+        windows,
         cut_loss_fn,
         saved_work,
         num_layers=len(blocks),
@@ -101,10 +105,9 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        empty=[info for info in registry.infos if not info.numel],
         buffers=partial(persistent_buffers, model),
         optimizer=stepper,
-        aliases=registry.aliases,
+        registry=registry,
         writes_shards=data_parallel.writes_shards,
         mesh=mesh,
         layout=SavedLayout(
@@ -117,7 +120,7 @@ def build(
     scheduled = None if isinstance(schedule, NoSchedule) else ScheduleState(schedule)
     state.add(scheduled, precision, loader, curriculum if isinstance(curriculum, Stateful) else None, RandomStates())
     state.add(ModelFacts([info.name for info in registry.infos if not info.trainable]))
-    model.register_load_state_dict_post_hook(lambda module, incompatible_keys: reduction.adopt_values())
+    model.register_load_state_dict_post_hook(partial(_adopt_values, reduction, stepper))
 
     claim(model)
     return Engine(
@@ -136,3 +139,12 @@ def build(
         lr_scheduler=None if isinstance(schedule, NoSchedule) else schedule,
         on_destroy=on_destroy,
     )
+
+
+def _adopt_values(
+    reduction: Reduction, stepper: EngineOptimizer | None, module: nn.Module, incompatible_keys: object
+) -> None:
+    """Values that came from a state dict count from here on, also where an optimizer remembers others."""
+    reduction.adopt_values()
+    if stepper is not None:
+        stepper.state_was_loaded()

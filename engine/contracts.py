@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from engine.config.messages import EngineError
+from engine.saved_work import Place, SavedWork
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ __all__ = [
     "NoCurriculum",
     "NoSchedule",
     "OnLayoutChange",
+    "PipelineError",
     "Place",
     "Precision",
     "Reduction",
@@ -50,6 +52,10 @@ __all__ = [
 
 class RunFailed(EngineError):
     """Training cannot go on (a loss that is not finite, a dead peer). The command line exits with 1."""
+
+
+class PipelineError(EngineError):
+    """A call that a model cut over pipeline stages cannot answer; DeepSpeed's name for it."""
 
 
 # --- records -----------------------------------------------------------------------------------------------
@@ -93,47 +99,6 @@ class StepReport:
     def comm_bytes(self) -> int:
         """What this rank sent in the step, over all axes (engine/collectives/ledger.py says how it is counted)."""
         return sum(self.bytes_by_axis.values())
-
-
-class Place(NamedTuple):
-    """Where a run is: steps counted (skipped ones included), steps applied, training forward of the window, from 0."""
-
-    global_steps: int = 0
-    applied_steps: int = 0
-    micro_step: int = 0
-
-
-@dataclass
-class SavedWork:
-    """What layers left out on this rank since the last `take`: layer drop and token drop write it down here.
-
-    Only in training forwards, and once where a forward is computed again for its activations. ``place`` tells them
-    where the run is; ``sources`` give scalars for the monitors, which `take` keeps in ``scalars`` for the report.
-    """
-
-    layers_skipped: int = 0
-    layer_tokens: int = 0
-    refusal: str | None = None
-    """Why a layer cannot leave anything out, where that was found in a forward: the step ends the run with it."""
-    place: Callable[[], Place] = Place
-    sources: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)
-    scalars: dict[str, float] = field(default_factory=dict)
-
-    def skip_layer(self, num_tokens: int) -> None:
-        """A layer that was not computed for a micro-batch (local) of ``num_tokens``."""
-        self.layers_skipped += 1
-        self.layer_tokens += num_tokens
-
-    def drop_tokens(self, num_tokens: int) -> None:
-        """Tokens that passed by one layer."""
-        self.layer_tokens += num_tokens
-
-    def take(self) -> tuple[int, int]:
-        """(layers skipped, tokens times layers left out), and begin anew."""
-        taken = self.layers_skipped, self.layer_tokens
-        self.layers_skipped = self.layer_tokens = 0
-        self.scalars = {name: value for source in self.sources for name, value in source().items()}
-        return taken
 
 
 @dataclass(frozen=True)
@@ -234,6 +199,9 @@ class Reduction(Protocol):
 
     def end_backward(self) -> None: ...
 
+    def collect(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Inside a backward whose ``.grad`` autograd's hooks did not see: the gradients of these are there."""
+
     def finish(self) -> None:
         """Reduce whatever the backward passes of this window have not reduced yet."""
 
@@ -299,8 +267,12 @@ class Schedule(Protocol):
     def step(self, tokens_seen: int) -> None:
         """After an applied step; ``tokens_seen`` in the whole run, for a schedule that follows tokens."""
 
-    def accept(self) -> None:
-        """The schedule was moved by a load; go on from there."""
+    def written(self) -> Sequence[Mapping[str, Any]]:
+        """What the schedule has given each parameter group."""
+
+    def accept(self, written: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The schedule was moved by a load; go on from there. It was not: ``written`` is what it had given the groups
+        before, which the load of the optimizer has overwritten."""
 
 
 class NoSchedule:
@@ -308,7 +280,10 @@ class NoSchedule:
 
     def step(self, tokens_seen: int) -> None: ...
 
-    def accept(self) -> None: ...
+    def written(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+    def accept(self, written: Sequence[Mapping[str, Any]] = ()) -> None: ...
 
 
 class Curriculum(Protocol):
@@ -375,6 +350,19 @@ class WholeSequences:
 
 
 class ForwardBackward(Protocol):
-    """One whole accumulation window: plain, or pipelined."""
+    """What a whole accumulation window does with its micro-batches: one after the other, or through a pipeline.
 
-    def train(self, batches: Iterable[Any]) -> torch.Tensor: ...
+    ``engine`` is the running `Engine`; ``next_batch(index)`` gives this rank's micro-batch ``index`` of the window.
+    """
+
+    def by_hand(self, call: str) -> None:
+        """Before each forward, backward and step. Raises `PipelineError` where only whole windows can be run."""
+
+    def train(self, engine: Any, next_batch: Callable[[int], Any]) -> None:
+        """Forward and backward of a window's micro-batches, and the step."""
+
+    def evaluate(self, engine: Any, next_batch: Callable[[int], Any], num_micro_batches: int) -> tuple[Any, Any]:
+        """(sum of losses, their count) of this rank, in eval mode and without gradients. Of all ranks together the
+        ratio is the mean."""
+
+    def close(self) -> None: ...

@@ -50,17 +50,6 @@ def seed_generators(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-@contextlib.contextmanager
-def same_generators(device: torch.device) -> Iterator[None]:
-    """What is drawn inside leaves the default generators of the CPU and of ``device`` as they were."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            yield
-
-
 def generator_states(device: torch.device) -> list[torch.Tensor]:
     """The states of the generators that `seed_generators` seeds; see `restore_generators`."""
     states = [torch.default_generator.get_state()]
@@ -73,6 +62,16 @@ def restore_generators(device: torch.device, states: list[torch.Tensor]) -> None
     torch.default_generator.set_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+@contextlib.contextmanager
+def same_generators(device: torch.device) -> Iterator[None]:
+    """What is drawn inside leaves the generators that `seed_generators` seeds as they were."""
+    states = generator_states(device)
+    try:
+        yield
+    finally:
+        restore_generators(device, states)
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.collectives.stall import watch
 from engine.contracts import EngineError, LossSum, StepReport
-from engine.data.batch import count_tokens, loss_with_batch, place
+from engine.data.batch import count_tokens, place
 from engine.data.loader import RepeatingLoader
 from engine.device import seed_generators
 from engine.full_state import LocalState
@@ -90,6 +90,7 @@ class Engine(Surface, LocalState):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's micro-batch: inputs on the device, floating ones in the compute dtype."""
+        self.roles.forward_backward.by_hand("the engine's forward")
         started = self._enter("forward")
         args, kwargs = place((args, kwargs), self.mesh.device, self._compute_dtype)
         trains = self.module.training and torch.is_grad_enabled()
@@ -118,6 +119,7 @@ class Engine(Surface, LocalState):
 
         Raises EngineError for a loss that is not a scalar with a graph, and for means mixed with sums in a window.
         """
+        self.roles.forward_backward.by_hand("backward()")
         started = self._enter("backward")
         window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
         check_loss(value, isinstance(loss, LossSum), window)
@@ -139,6 +141,7 @@ class Engine(Surface, LocalState):
 
         Raises RunFailed, on all ranks alike, when training cannot go on (engine/watch/health.py).
         """
+        self.roles.forward_backward.by_hand("step()")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._window.num_micro_steps += 1
@@ -264,9 +267,7 @@ class Engine(Surface, LocalState):
         batches = data_iter if data_iter is not None else self._own_batches()
         if not self.module.training:
             self.module.train()
-        for _ in range(self._accumulation_steps):
-            self.backward(loss_with_batch(self, self._next(batches), self.roles.loss_fn, self.mesh.device))
-            self.step()
+        self.roles.forward_backward.train(self, lambda index: self._next(batches, index))
         assert self.last_report is not None
         assert self.last_report.loss is not None
         return torch.tensor(self.last_report.loss)
@@ -280,13 +281,9 @@ class Engine(Surface, LocalState):
         started, was_training = time.perf_counter(), self.module.training
         self.module.eval()
         try:
-            total: Tensor | float = 0.0
-            count: Tensor | float = 0.0
-            for _ in range(num_micro_batches or self._accumulation_steps):
-                loss = loss_with_batch(self, self._next(data_iter), self.roles.loss_fn, self.mesh.device)
-                is_sum = isinstance(loss, LossSum)
-                total = total + (loss.total if isinstance(loss, LossSum) else loss).float()
-                count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
+            total, count = self.roles.forward_backward.evaluate(
+                self, lambda index: self._next(data_iter, index), num_micro_batches or self._accumulation_steps
+            )
         finally:
             self.module.train(was_training)
         with self.ledger.apart("evaluation"):
@@ -358,7 +355,8 @@ class Engine(Surface, LocalState):
         return time.perf_counter()
 
     def _untouched_everywhere(self) -> set[int]:
-        return self._agreement.common(self.roles.reduction.untouched(), len(self.parameter_registry))
+        registry = self.parameter_registry
+        return self._agreement.common([*self.roles.reduction.untouched(), *registry.absent()], len(registry))
 
     def _find_nonfinite(self) -> tuple[int, str] | None:
         """The lowest rank whose own gradient was seen not to be finite; else, for reduced gradients are nobody's own
@@ -378,13 +376,12 @@ class Engine(Surface, LocalState):
             )
         return self.optimizer
 
-    def _next(self, batches: Iterator[Any]) -> Any:
+    def _next(self, batches: Iterator[Any], index: int) -> Any:
         try:
             return next(batches)
         except StopIteration:
-            micro_step = self.micro_steps % self._accumulation_steps
             raise EngineError(
-                f"the data ended in step {self.global_steps + 1} at micro-batch {micro_step + 1} of "
+                f"the data ended in step {self.global_steps + 1} at micro-batch {index + 1} of "
                 f"{self._accumulation_steps} on rank {self.mesh.rank}; give a longer iterator, "
                 "or engine.RepeatingLoader(loader)"
             ) from None

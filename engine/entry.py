@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,9 +19,11 @@ from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
 from engine.mesh import join_process_group
-from engine.mpu import ModelParallelUnit
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan, usable
+
+if TYPE_CHECKING:
+    from engine.mpu import ModelParallelUnit
 
 log = logging.getLogger("engine")
 
@@ -66,13 +68,12 @@ def initialize(
         hint = ", not its class: call it" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise EngineError(f"model= is {model!r}; initialize() takes a torch.nn.Module object{hint}")
     environment = _environment()
-    found = examine(_config_source(args, config, config_params), auto=auto)
+    source = _config_source(args, config, config_params)
+    found = examine(source, auto=auto, overrides=_overrides(model, source, auto))
     loaded = usable(found, environment.world_size)
     device = current_device(environment.local_rank, None if loaded.device == "auto" else loaded.device)
     world = World(environment.world_size, environment.local_world_size, *device_kind(), how=_how(environment))
-    if mpu is not None and environment.world_size > 1 and not dist.is_initialized():
-        raise EngineError("mpu= has no groups without a process group: call init_distributed() before it is made")
-    unit = ModelParallelUnit(mpu, environment.rank) if mpu is not None else None
+    unit = _model_parallel_unit(mpu, environment) if mpu is not None else None
     resolved = plan(loaded, unit.world(loaded, world) if unit is not None else world)
     if unit is not None:
         resolved = unit.check(resolved)
@@ -164,6 +165,22 @@ def _environment() -> RankEnvironment:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
     return RankEnvironment(dist.get_rank(), local_rank, size, local_size, launcher="torchrun")
+
+
+def _overrides(model: nn.Module, source: ConfigSource, auto: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not getattr(model, "is_layer_sequence", False):
+        return {}
+    from engine.model.pipeline.module import overrides_of
+
+    return overrides_of(model, source, auto)
+
+
+def _model_parallel_unit(mpu: Any, environment: RankEnvironment) -> ModelParallelUnit:
+    if environment.world_size > 1 and not dist.is_initialized():
+        raise EngineError("mpu= has no groups without a process group: call init_distributed() before it is made")
+    from engine.mpu import ModelParallelUnit
+
+    return ModelParallelUnit(mpu, environment.rank)
 
 
 def _leave() -> None:

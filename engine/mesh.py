@@ -15,6 +15,7 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from engine.plan.placement import AXES, axes_in_order, coordinates
 
 __all__ = ["AXES", "Mesh", "coordinates", "is_gloo_alone", "join_process_group"]
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_device_meshes: dict[tuple[dist.ProcessGroup, Any], DeviceMesh] = {}
 SLICE_AXES = ("cp", "sp")
 """Their ranks share the samples and split the sequences."""
 
@@ -90,12 +92,19 @@ class Mesh:
             return self.coordinates["dp_shard"]
         return self.token_rank % self.shard_size
 
+    def check_parts_known(self, what: str) -> None:
+        """Raises EngineError where this rank's parts are of a split that its caller has made."""
+        if self.split_by_caller:
+            raise EngineError(
+                f"{what}: the model is split by its caller (mpu), so how its parts make up whole parameters is not "
+                "known here; save and load engine.module.state_dict() on each model-parallel rank, under its rank in "
+                "the name"
+            )
+
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """The torch mesh over ``axes`` (none of the slices') of more than one rank, in mesh order."""
         if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(
-                self.device.type, tuple(self._sizes[axis] for axis in self._split), mesh_dim_names=tuple(self._split)
-            )
+            self._device_mesh = _mesh_over({axis: self._sizes[axis] for axis in self._split}, self.device)
         wanted = tuple(axis for axis in self._split if axis in axes)
         return self._device_mesh if wanted == tuple(self._split) else self._device_mesh[wanted]
 
@@ -121,15 +130,29 @@ class Mesh:
 
     def _slice_group(self, axis: str) -> dist.ProcessGroup:
         if self._slice_mesh is None:
-            split = tuple(name for name in self.order if self.degrees[name] > 1)
-            sizes = tuple(self.degrees[name] for name in split)
-            self._slice_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=split)
+            split = {axis: self.degrees[axis] for axis in self.order if self.degrees[axis] > 1}
+            self._slice_mesh = _mesh_over(split, self.device)
         return self._slice_mesh[axis].get_group() if self._slice_mesh.ndim > 1 else self._slice_mesh.get_group()
 
     def background_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks of its own, for a thread that must not meet the training's collectives. All ranks
         call it; None where this rank is alone."""
         return dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+
+def _mesh_over(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    """One mesh for all engines that lay the same ranks out alike: torch ends groups with the process group alone, and
+    each has sockets and a thread (gloo), or a communicator with buffers (NCCL)."""
+    world = dist.group.WORLD
+    assert world is not None
+    for known in [known for known in _device_meshes if known[0] is not world]:
+        del _device_meshes[known]  # of a process group that has ended; a mesh keeps it alive, so no weak key would do
+    layout = (device.type, tuple(sizes.items()))
+    if (world, layout) not in _device_meshes:
+        _device_meshes[world, layout] = init_device_mesh(
+            device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+    return _device_meshes[world, layout]
 
 
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:

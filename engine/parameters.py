@@ -140,6 +140,51 @@ class ParameterRegistry:
             )
         self.by_name = {info.name: info for info in self.infos}
         self.aliases = {alias: info.name for info in self.infos for alias in info.aliases}
+        self.stage = 0
+        self.stages_of: dict[int, tuple[int, ...]] = {info.index: (0,) for info in self.infos}
+        """Registry index -> the pipeline ranks that hold the parameter; `stage` is this one's."""
+        self.buffer_stages: dict[str, int] = {}
+        """Persistent buffer -> the pipeline rank that saves it; {} without a pipeline."""
+        self.buffer_facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def spread(self, stages_of: Mapping[int, Iterable[int]], stage: int) -> None:
+        """The model was cut: this rank, pipeline rank ``stage``, holds only what ``stages_of`` gives it."""
+        self.stages_of = {index: tuple(sorted(set(stages))) for index, stages in stages_of.items()}
+        self.stage = stage
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Let go of the values of parameters that are not here any more, also where somebody holds the objects."""
+        for index in indices:
+            parameter = self._current[index]
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def is_held(self, info: ParameterInfo) -> bool:
+        return self.stage in self.stages_of[info.index]
+
+    def is_written(self, info: ParameterInfo) -> bool:
+        """Whether this is the pipeline rank that saves it: the first that holds it."""
+        return self.stages_of[info.index][0] == self.stage
+
+    def held(self) -> list[ParameterInfo]:
+        """The parameters on this rank; the others are known and lie on other pipeline ranks."""
+        return [info for info in self.infos if self.is_held(info)]
+
+    def absent(self) -> list[int]:
+        """The indices of the others."""
+        return [info.index for info in self.infos if not self.is_held(info)]
+
+    def shared(self) -> dict[int, tuple[int, ...]]:
+        """Registry index -> pipeline ranks, of the parameters of this rank that others hold as well."""
+        return {info.index: self.stages_of[info.index] for info in self.held() if len(self.stages_of[info.index]) > 1}
+
+    def objects_in(self, model: nn.Module) -> dict[int, nn.Parameter]:
+        """Registry index -> the parameter object that ``model`` has for it, under whichever of its names."""
+        found: dict[int, nn.Parameter] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            info = self.by_name.get(self.aliases.get(name, name))
+            if info is not None:
+                found.setdefault(info.index, parameter)
+        return found
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -149,8 +194,8 @@ class ParameterRegistry:
         return self._info_of.get(parameter)
 
     def parameters(self) -> list[tuple[ParameterInfo, nn.Parameter]]:
-        """Records with the parameter objects the model holds now."""
-        return list(zip(self.infos, self._current, strict=True))
+        """Records with the parameter objects the model holds now, of what is on this rank."""
+        return [(info, p) for info, p in zip(self.infos, self._current, strict=True) if self.is_held(info)]
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Follow a parameter that a transform has replaced. The old object is still known to `info`."""
@@ -181,10 +226,10 @@ class ParameterRegistry:
 
     def refresh(self, model: nn.Module) -> None:
         """Follow all that a transform of the whole ``model`` has replaced; names have stayed."""
-        named = dict(model.named_parameters())
+        objects = self.objects_in(model)
         for info, old in self.parameters():
-            if named[info.name] is not old:
-                self.replace(old, named[info.name])
+            if objects[info.index] is not old:
+                self.replace(old, objects[info.index])
 
     def unfrozen(self) -> list[str]:
         """The names of parameters that were frozen when this was made and are not any more."""

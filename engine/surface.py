@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.checkpoint.folder import default_tag
 from engine.checkpoint.tree import StateTree
@@ -19,6 +19,8 @@ from engine.contracts import (
     Clipping,
     Curriculum,
     EngineError,
+    ForwardBackward,
+    LossSum,
     Place,
     Precision,
     Reduction,
@@ -29,15 +31,17 @@ from engine.contracts import (
     WholeSequences,
 )
 from engine.mesh import Mesh
-from engine.model.layer_drop import LayerDrop
-from engine.model.tensor_parallel.by_caller import refuse_checkpoint
-from engine.model.token_drop import TokenDrop
 from engine.optim.optimizer import EngineOptimizer
 from engine.parameters import ParameterRegistry, release
 from engine.plan import Plan
 from engine.watch import WatcherList
 from engine.weights import save_16bit_model
 from engine.window import Window
+from engine.window_checks import check_loss
+
+if TYPE_CHECKING:
+    from engine.model.layer_drop import LayerDrop
+    from engine.model.token_drop import TokenDrop
 
 log = logging.getLogger("engine")
 
@@ -52,6 +56,7 @@ class Roles:
     optimizer: EngineOptimizer | None
     schedule: Schedule
     curriculum: Curriculum
+    forward_backward: ForwardBackward
     loss_fn: Callable[..., Any] | None = None
     saved_work: SavedWork = field(default_factory=SavedWork)
     num_layers: int = 0
@@ -90,6 +95,19 @@ class Surface:
     def _forget_window(self) -> None:
         self.roles.reduction.zero_gradients()
         self._window = Window()
+
+    def _note_loss(self, loss: Tensor | LossSum, copies: int = 1, share: float = 1.0) -> Tensor:
+        """Count the loss of a micro-batch into the window; returns what a backward begins at, unscaled.
+
+        ``copies``: of how many ranks this one is the only one that has it. ``share``: of a mean in the window's sum.
+        """
+        window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
+        check_loss(value, isinstance(loss, LossSum), window)
+        if isinstance(loss, LossSum):
+            window.count, window.num_counted = window.count + loss.count * copies, window.num_counted + 1
+            share = 1.0
+        window.add_loss(value.detach().float() * (copies * share), is_divided=False)
+        return value
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group; answers before the first step too."""
@@ -210,7 +228,7 @@ class Surface:
         Raises EngineError, on all ranks alike, if any rank cannot write, and on the ranks that called it if others did
         not; nothing half-written stays.
         """
-        refuse_checkpoint(self.mesh, "save_checkpoint()")
+        self.mesh.check_parts_known("save_checkpoint()")
         started = time.perf_counter()
         if self._window.num_micro_steps and self.mesh.rank == 0:
             log.warning(
@@ -249,7 +267,8 @@ class Surface:
         A missing or empty folder warns and returns ``(None, None)``; one that cannot be loaded raises EngineError, and
         so does one trained with another global batch unless ``override_batch``.
         """
-        refuse_checkpoint(self.mesh, "load_checkpoint()")
+        self.mesh.check_parts_known("load_checkpoint()")
+        written = self.roles.schedule.written()
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -263,7 +282,7 @@ class Surface:
             if result[0] is not None:
                 self.roles.reduction.publish()
                 self._forget_window()
-                self.roles.schedule.accept()
+                self.roles.schedule.accept(() if "lr_scheduler" in self._state.restored else written)
                 if "data_loader" in self._state.restored:
                     self._batches = None
         return result
@@ -279,7 +298,7 @@ class Surface:
         A ``save_filename`` that ends in .safetensors is written tensor by tensor; torch's format, DeepSpeed's default,
         needs the whole model in rank 0's memory. Raises EngineError, on all ranks alike, if rank 0 cannot write.
         """
-        refuse_checkpoint(self.mesh, "save_16bit_model()")
+        self.mesh.check_parts_known("save_16bit_model()")
         started = time.perf_counter()
         saved = save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
         self._window.leave_out(started)
@@ -299,11 +318,13 @@ class Surface:
         self._state.wait()
         self._batches = None
         self.roles.reduction.close()
+        self.roles.forward_backward.close()
         if self.roles.layer_drop is not None:
             self.roles.layer_drop.close()
         if self.roles.token_drop is not None:
             self.roles.token_drop.close()
-        release(self.module, self.parameter_registry)
+        if not self.parameter_registry.absent():  # a model cut over pipeline stages stays cut
+            release(self.module, self.parameter_registry)
         self.watchers.close()
         self._on_destroy()
 

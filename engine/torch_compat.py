@@ -6,7 +6,9 @@ Right for torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -187,3 +189,105 @@ def flops_of_cpu_attention() -> dict[Any, Callable[..., int]]:
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with every leaf replaced by ``function(leaf)``."""
     return _pytree.tree_map(function, tree)
+
+
+_SCHEDULE_CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+def pipeline_orders(
+    schedule: str, num_ranks: int, virtual_stages: int, num_micro_batches: int
+) -> dict[int, list[tuple[str, int, int] | None]]:
+    """The order in which each rank computes: (F, B, I or W, stage, micro-batch), None for a slot in which it waits.
+
+    torch's schedules compute it in their constructors and keep it in ``pipeline_order``, which has no public name; they
+    want stages, of which they read only numbers here. Goes when torch gives access to the order without stages.
+    """
+    from torch.distributed import pipelining  # slow to import, and few runs need it
+
+    stages = [
+        SimpleNamespace(
+            stage_index=index * num_ranks, num_stages=num_ranks * virtual_stages, group_size=num_ranks, group_rank=0,
+            is_first=index == 0, is_last=False, has_backward=True, submod=torch.nn.Identity(), device="cpu",
+        )
+        for index in range(virtual_stages)
+    ]  # fmt: skip
+    name = _SCHEDULE_CLASSES[schedule]
+    kind = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
+    is_single = schedule in ("gpipe", "1f1b")
+    made = kind(stages[0] if is_single else stages, num_micro_batches, loss_fn=lambda output, target: output)
+
+    def flat(action: Any) -> list[tuple[str, int, int] | None]:
+        if action is None:
+            return [None]
+        if action.sub_actions is not None:
+            return [entry for part in action.sub_actions for entry in flat(part)]
+        kind = action.computation_type.value
+        return [(kind, action.stage_index, action.microbatch_index)] if kind in "FBIW" else []
+
+    by_rank = {rank: [e for action in order for e in flat(action)] for rank, order in made.pipeline_order.items()}
+    if schedule == "1f1b":  # torch 2.13 numbers the last rank's forwards from 1
+        for rank, order in by_rank.items():
+            numbers = itertools.count()
+            by_rank[rank] = [(e[0], e[1], next(numbers)) if e is not None and e[0] == "F" else e for e in order]
+    return by_rank
+
+
+def backward_of_inputs(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[dict[str, Any]]:
+    """The first half of a backward: ``.grad`` of ``inputs``. Returns what `backward_of_weights` goes on with.
+
+    torch.distributed.pipelining's, which is private; goes when torch documents one.
+    """
+    from torch.distributed.pipelining import _backward
+
+    own = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
+    return _backward.stage_backward_input(
+        own,
+        None if gradients is None else list(gradients),
+        list(inputs),
+        iter(weights),  # type: ignore[arg-type]
+    )[1]
+
+
+def backward_of_weights(weights: Sequence[Tensor], rest: list[dict[str, Any]]) -> None:
+    """The second half: adds to ``.grad`` of ``weights``, without calling the hooks that wait for a gradient there."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(weights), rest)  # type: ignore[arg-type]
+
+
+def reduce_fully_sharded(root: torch.nn.Module) -> None:
+    """Let FSDP2 reduce, once, what backward passes have left under ``set_requires_gradient_sync(False)``.
+
+    What torch's own pipeline does at the end of a step (`_PipelineStageBase.perform_reduce_grad`): FSDP2 reduces in
+    hooks of a backward only, and which backward is a rank's last depends on the schedule. Goes when FSDP2 has a call.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for part in state._state_ctx.all_states:
+        groups = getattr(part, "_fsdp_param_groups", None)
+        for group in [part._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The module's own table of children: live, in the order of registration, one that has two names under both.
+
+    `named_children` leaves such a one out the second time, and `add_module` refuses dots in names. Goes when torch
+    offers the table.
+    """
+    return module._modules

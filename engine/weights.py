@@ -27,6 +27,8 @@ def save_16bit_model(
 ) -> bool:
     """See `Surface.save_16bit_model`. Parameters are gathered one at a time; rank 0 writes each as it comes."""
     target = Path(save_dir) / save_filename
+    if engine.optimizer is not None:
+        engine.optimizer.settle()
     exchange = exchange_of(None, engine.mesh.rank, engine.mesh.world_size)
     gathered = _Gathered(engine, exclude_frozen_parameters)
 
@@ -51,33 +53,54 @@ class _Gathered:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves them gathered, as plain tensors
         self.weights: list[Weight] = []
-        self._sources: dict[str, tuple[Tensor, ParameterInfo | None]] = {}
-        self._shards, self._parts = (ShardGroup.of(engine.mesh, axis, engine.ledger) for axis in ("dp_shard", "tp"))
-        for info in engine.parameter_registry.infos:
+        self._sources: dict[str, tuple[Tensor | None, ParameterInfo | None, int]] = {}
+        self._shards, self._parts, self._stages = (
+            ShardGroup.of(engine.mesh, axis, engine.ledger) for axis in ("dp_shard", "tp", "pp")
+        )
+        registry, self._device = engine.parameter_registry, engine.mesh.device
+        held = registry.objects_in(engine.module)
+        for info in registry.infos:
             if exclude_frozen and not info.trainable:
                 continue
-            parameter, dtype = engine.module.get_parameter(info.name), compute_dtype(info.dtype, precision)
+            dtype, stage = compute_dtype(info.dtype, precision), registry.stages_of[info.index][0]
             for name in (info.name, *info.aliases):
-                self._add(name, parameter, info.global_shape, dtype, info)
-        for name, buffer in persistent_buffers(engine.module).items():
-            self._add(name, buffer, tuple(buffer.shape), buffer.dtype, None)
+                self._add(name, held.get(info.index), info.global_shape, dtype, info, stage)
+        buffers = persistent_buffers(engine.module)
+        facts = registry.buffer_facts or {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
+        for name, (shape, dtype) in facts.items():
+            stage = registry.buffer_stages.get(name, 0)
+            dtype = buffers[name].dtype if name in buffers else dtype
+            self._add(name, buffers.get(name), shape, dtype, None, stage)
         self._coming = self._gather(in_order(self.weights))
 
     def _add(
-        self, name: str, source: Tensor, shape: Sequence[int], dtype: torch.dtype, info: ParameterInfo | None
+        self,
+        name: str,
+        source: Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        info: ParameterInfo | None,
+        stage: int,
     ) -> None:
-        self._sources[name] = source, info
+        self._sources[name] = source, info, stage
         self.weights.append(Weight(name, tuple(shape), dtype, lambda: next(self._coming)))
 
     def _gather(self, order: Sequence[Weight]) -> Iterator[Tensor]:
+        """Whole, from the shards of the stage that has it, then from there to the other stages."""
         for weight in order:
-            source, info = self._sources[weight.name]
-            values = local_part(source.detach()).to(weight.dtype)
-            if info is not None:
+            source, info, stage = self._sources[weight.name]
+            values = None if source is None else local_part(source.detach()).to(weight.dtype)
+            if info is not None and values is not None:
                 if isinstance(source, DTensor):
                     values = self._of_all_rows(values, info)
                 cuts = {} if info.cut is None else {info.name: info.cut}
                 values = join_parts({info.name: values}, cuts, self._parts, values.device)[info.name]
+            if self._stages.size > 1:
+                if values is None or stage != self._stages.rank:
+                    values = torch.empty(weight.shape, device=self._device, dtype=weight.dtype)
+                values = values.contiguous()
+                self._stages.broadcast(values, stage)
+            assert values is not None
             yield values.cpu()
 
     def _of_all_rows(self, rows: Tensor, info: ParameterInfo) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.bench.process import machine_facts
 from tests.harness import Ranks
+from tests.result_file import ResultFile
 
 
 @pytest.fixture(scope="session")
@@ -45,28 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--result-file"):
+    path = config.getoption("--result-file")
+    if path and not hasattr(config, "workerinput"):  # of pytest-xdist, whose reports the one that started it gets
         config.pluginmanager.register(ResultFile(path))
-
-
-class ResultFile:
-    """Writes a Markdown table of every test's outcome, with the commit and the machine that it was measured on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[tuple[str, str, float]] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self.rows.append((report.nodeid, report.outcome, report.duration))
-
-    def pytest_sessionfinish(self) -> None:
-        if not self.rows:
-            return
-        facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
-        num_passed = sum(outcome == "passed" for _, outcome, _ in self.rows)
-        lines = ["# Parity", "", f"Written by `make matrix`. {num_passed} of {len(self.rows)} passed. {facts}.", ""]
-        lines += ["| test | outcome | seconds |", "| --- | --- | --- |"]
-        lines += [f"| `{name.replace('|', '/')}` | {outcome} | {seconds:.1f} |" for name, outcome, seconds in self.rows]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("\n".join(lines) + "\n")

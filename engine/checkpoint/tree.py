@@ -31,7 +31,7 @@ from engine.collectives.ledger import Ledger
 from engine.config.sections.checkpoint import CheckpointSection
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 from engine.mesh import Mesh
-from engine.parameters import ParameterInfo
+from engine.parameters import ParameterRegistry
 from engine.torch_compat import default_store
 
 log = logging.getLogger("engine")
@@ -69,12 +69,11 @@ class OptimizerState(Protocol):
 class StateTree:
     """The state of one engine on one rank.
 
-    ``trained``/``frozen``: this rank's shards. ``empty``: parameters without elements, which no shard holds.
-    ``writes_shards``: whether this rank is the one of its replicas that saves them; what is on every data-parallel rank
-    comes from the first of them, as what tp ranks hold alike does. ``buffers`` gives the persistent ones as they are
-    now, for a module may replace its own. ``config`` is the resolved config as JSON. The optimizer's tensors that
-    belong to a rank are saved as rows of ``rank.NAME``; they are loaded where the ranks are the same, else they begin
-    at zero. All ranks construct it.
+    ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
+    saves them; what is on every data-parallel rank comes from the first of them, as what tp ranks or pipeline stages
+    hold alike does. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config``
+    is the resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``;
+    they are loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class StateTree:
         *,
         trained: Sequence[Shard],
         frozen: Sequence[Shard],
-        empty: Sequence[ParameterInfo],
         buffers: Callable[[], Mapping[str, Tensor]],
         optimizer: OptimizerState | None,
-        aliases: Mapping[str, str],
+        registry: ParameterRegistry,
         writes_shards: bool,
         mesh: Mesh,
         layout: SavedLayout,
@@ -94,10 +92,13 @@ class StateTree:
         ledger: Ledger,
     ) -> None:
         self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
-        self._own_trained, self._own_frozen = ([s for s in these if not s.info.is_copy] for these in (trained, frozen))
-        self._aliases, self._rank, self.layout = aliases, mesh.rank, layout
-        self._writes_shards, self._empty = writes_shards, empty
-        self._is_first_data_rank = not any(place for axis, place in mesh.coordinates.items() if axis != "tp")
+        self._own_trained, self._own_frozen = (
+            [s for s in these if not s.info.is_copy and registry.is_written(s.info)] for these in (trained, frozen)
+        )
+        self._aliases, self._rank, self.layout, self._registry = registry.aliases, mesh.rank, layout, registry
+        self._writes_shards, self._tp_rank = writes_shards, mesh.coordinates["tp"]
+        self._empty = [info for info in registry.infos if not info.numel]
+        self._is_first_data_rank = not any(p for axis, p in mesh.coordinates.items() if axis not in ("pp", "tp"))
         self._config, self._settings = config, settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
         counted = ledger.account("checkpoint")
@@ -141,8 +142,10 @@ class StateTree:
         if not exclude_frozen:
             first, writes = self._is_first_data_rank, self._writes_shards
             chunks += self._parameter_chunks(s for s in self._own_frozen if (first if s.on_every_rank else writes))
+        if self._is_first_data_rank and self._tp_rank == 0:
+            stages, here = self._registry.buffer_stages, self._registry.stage
+            chunks += [c for c in self._buffer_chunks() if stages.get(c.name.removeprefix("buffers."), 0) == here]
         if self._rank == 0:
-            chunks += self._buffer_chunks()
             chunks += self._empty_chunks(frozen=not exclude_frozen)
         states: dict[str, dict[str, Any]] = {
             part.name: {"on_layout_change": part.on_layout_change, "state": part.state()}

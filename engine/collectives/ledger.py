@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 STEPS = "steps"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sent:
     """Bytes, and the calls of collectives (or single sends) that took them."""
 
     bytes: int = 0
     calls: int = 0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.bytes + other.bytes, self.calls + other.calls)
+    def add(self, sent_bytes: int, calls: int = 1) -> None:
+        self.bytes += sent_bytes
+        self.calls += calls
 
 
 class Account:
@@ -33,7 +35,7 @@ class Account:
         self._purpose, self._booked = purpose, booked
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
-        self._booked[self._purpose, axis, operation] += Sent(sent_bytes, 1)
+        self._booked[self._purpose, axis, operation].add(sent_bytes)
 
 
 class Ledger:
@@ -45,7 +47,7 @@ class Ledger:
         self._booked: dict[tuple[str, str, str], Sent] = defaultdict(Sent)
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
-        self._pending[axis, operation] += Sent(sent_bytes, 1)
+        self._pending[axis, operation].add(sent_bytes)
 
     def take(self) -> dict[str, int]:
         """Bytes sent since the last call, by axis. They belong to a step."""
@@ -58,7 +60,7 @@ class Ledger:
     def book(self, purpose: str) -> None:
         """What came together since the last call was sent for ``purpose``."""
         for (axis, operation), sent in self._pending.items():
-            self._booked[purpose, axis, operation] += sent
+            self._booked[purpose, axis, operation].add(sent.bytes, sent.calls)
         self._pending.clear()
 
     @contextlib.contextmanager
@@ -88,4 +90,4 @@ class Ledger:
 
     def sent(self, purpose: str = STEPS) -> dict[tuple[str, str], Sent]:
         """Bytes and calls for ``purpose`` since the start, by (axis, operation)."""
-        return {(axis, name): sent for (booked, axis, name), sent in self._booked.items() if booked == purpose}
+        return {(axis, name): copy(sent) for (booked, axis, name), sent in self._booked.items() if booked == purpose}

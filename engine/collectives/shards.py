@@ -27,6 +27,12 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
+class Transfer(Pending, Protocol):
+    """One tensor on its way to one rank."""
+
+    def is_over(self) -> bool: ...
+
+
 class _Done:
     def wait(self) -> None:
         pass
@@ -53,6 +59,9 @@ class _Works:
             assert self.into is not None
             self.into.add_(part)
         self.works, self.parts = (), ()
+
+    def is_over(self) -> bool:
+        return all(work is None or work.is_completed() for work in self.works)
 
 
 class ShardGroup:
@@ -204,6 +213,20 @@ class ShardGroup:
         with watch.wait(self.ticket(what)):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Transfer:
+        """``tensor`` (contiguous, not changed until the wait is over) goes to rank ``peer`` of the group, which calls
+        `receive` with the same ``what``."""
+        self.ledger.add(self.axis, "send", tensor.numel() * tensor.element_size())
+        ticket = watch.issue(what, (self._global[self.rank], self._global[peer]), self.group)
+        with watch.wait(ticket):
+            return _Works(ticket, [self._send(tensor, peer, zlib.crc32(what.encode()) >> 1)])
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Transfer:
+        """``tensor`` (contiguous) is what rank ``peer`` sends; complete after the wait."""
+        ticket = watch.issue(what, (self._global[self.rank], self._global[peer]), self.group)
+        with watch.wait(ticket):
+            return _Works(ticket, [self._receive(tensor, peer, zlib.crc32(what.encode()) >> 1)])
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"

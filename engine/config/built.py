@@ -79,7 +79,6 @@ NOT_BUILT: dict[str, Callable[[Config], bool]] = {
     ),
     "zero_optimization.zero_quantized_gradients": _at_stage_3(lambda zero: zero.zero_quantized_gradients),
     "activation_checkpointing": checkpoints_activations,
-    "pipeline.stages": lambda config: config.pipeline is not None and config.pipeline.stages not in ("auto", 0, 1),
     "pipeline.activation_checkpoint_interval": (
         lambda config: config.pipeline is not None and config.pipeline.activation_checkpoint_interval > 0
     ),

@@ -17,6 +17,7 @@ from engine.config.places import Path, Places, join_path, parse_path
 from engine.config.plain import plain
 from engine.config.reader import MAX_BYTES, Document, read_text
 from engine.config.remarks import remarks
+from engine.config.translation import put
 from engine.config.walk import Walk
 
 _BEGINNINGS = frozenset('{["-0123456789tfn')
@@ -217,20 +218,11 @@ def _override(translation: Translation, overrides: Overrides) -> list[Problem]:
                 )
             )
             continue
-        _set(translation.tree, path, copy.deepcopy(value))
+        put(translation.tree, path, copy.deepcopy(value))
         translation.places.overrides[path] = argument
     if translation.places.overrides:
         translate(translation)
     return problems
-
-
-def _set(tree: dict[str, Any], path: Path, value: Any) -> None:
-    node: dict[Any, Any] = tree
-    for part in path[:-1]:
-        if not isinstance(node.get(part), dict):
-            node[part] = {}
-        node = node[part]
-    node[path[-1]] = value
 
 
 def _arguments(overrides: Overrides, problems: list[Problem]) -> Iterable[tuple[str, Any, str]]:

@@ -200,6 +200,8 @@ def _move(translation: Translation, key: str, value: Any, targets: Any) -> None:
     if asked:
         meaning = ", ".join(f"{join_path(target)} = {show(wanted)}" for target, wanted in asked)
         translation.note(path, f"read as {meaning}{_REMARKS.get(key, '')}")
+    elif type(written) is not type(value):
+        translation.note(path, f"{show(written)} is read as {show(value)}, which asks for nothing")
 
 
 _REMARKS = {

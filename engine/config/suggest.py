@@ -60,7 +60,7 @@ ADVICE: dict[str, str] = {
     "flash_attention": "delete it: which attention is used is the model's affair",
     "use_flash_attention": "delete it: which attention is used is the model's affair",
     "pipeline.enabled": 'delete it: "stages" above 1 switches the pipeline on',
-    "pipeline.type": "delete it: the order of micro-batches is not a choice here",
+    "pipeline.type": 'use "schedule", which names the order of forwards and backwards',
     "warmupcosinelr.warmup_min_lr": "use warmup_min_ratio, the share of the optimizer's lr to begin at",
     "warmupcosinelr.warmup_max_lr": "delete it: this schedule rises to optimizer.params.lr",
     "optimizer.enabled": "delete it: the section alone switches the optimizer on",

@@ -54,12 +54,7 @@ class Translation:
 
     def put(self, path: Path, value: Any, written: Path) -> None:
         """Set a value, creating sections, and remember where it really stands in the file."""
-        node: Any = self.tree
-        for part in path[:-1]:
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
-            node = node[part]
-        node[path[-1]] = value
+        put(self.tree, path, value)
         if path != written:
             self.places.moved[path] = self.places.written(written)
 
@@ -72,3 +67,13 @@ def truth(value: Any) -> bool | None:
         word = value.strip().lower()
         return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
     return bool(value) if value in (0, 1) else None
+
+
+def put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    """Set a value in ``tree``, creating sections."""
+    node: Any = tree
+    for part in path[:-1]:
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    node[path[-1]] = value

@@ -66,6 +66,7 @@ class FullState(ABC):
         """
         wanted = self._names(names)
         self._agree_on("full_parameters", wanted)
+        self._bring_together()
         infos = self._infos(wanted)
         indices = {info.index for info in infos.values()}
         pieces = [self._piece(s, s.parameter) for s in self._all_shards() if s.info.index in indices]
@@ -84,6 +85,7 @@ class FullState(ABC):
         """
         self._agree_on("set_full_parameters", list(values), values)
         infos = self._infos(values, values)
+        self._bring_together()
         given = {info.index: values[name] for name, info in infos.items()}
         for shard in self._all_shards():
             if shard.info.index in given:
@@ -155,6 +157,7 @@ class FullState(ABC):
         """
         wanted = self._names(names, trained=True)
         self._agree_on(f"full_optimizer_states({key})", wanted)
+        self._bring_together()
         infos = self._trained(wanted)
         whole = self._gather(self._state_pieces({info.index for info in infos.values()}, key))
         missing = [name for name, info in infos.items() if (info.name, key) not in whole]
@@ -174,6 +177,7 @@ class FullState(ABC):
         """Write the optimizer's state ``key``; state that is not there yet is created first, as before a first step."""
         self._agree_on(f"set_full_optimizer_states({key})", list(values), values)
         infos = self._trained(values)
+        self._bring_together()
         given = {info.name: values[name] for name, info in infos.items()}
         optimizer = self._optimizer()
         optimizer.initialize_state(given.keys())
@@ -202,6 +206,7 @@ class FullState(ABC):
         """``{"state": {name: {key: whole tensor}}, "param_groups": [...]}``, by parameter name. All ranks call it."""
         optimizer, trained = self._optimizer(), [info.name for info in self._all_trained()]
         self._agree_on("optimizer.state_dict", trained)
+        self._bring_together()
         whole = self._gather(self._state_pieces({info.index for info in self._all_trained()}))
         state: dict[str, dict[str, Tensor]] = {}
         for name, key in sorted(whole, key=str):
@@ -240,6 +245,12 @@ class FullState(ABC):
                     group[key] = value
 
     # --- inside ----------------------------------------------------------------------------------------------
+
+    def _bring_together(self) -> None:
+        """Whole state is that of all ranks; 0/1 Adam's differ between two synchronisations, so this is one more."""
+        if self.optimizer is not None:
+            with self.ledger.apart("state"):
+                self.optimizer.settle()
 
     def _optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:
@@ -328,10 +339,13 @@ class FullState(ABC):
 
     def _gather(self, pieces: list[Piece]) -> dict[Any, Tensor]:
         """By key (a parameter's name, or a tuple that begins with it), whole on every rank."""
-        shards, parts = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "tp"))
+        shards, parts, stages = (ShardGroup.of(self.mesh, axis, self.ledger) for axis in ("dp_shard", "tp", "pp"))
         with self.ledger.apart("state"):
             whole = gather_whole(pieces, shards, self.mesh.device)
-            return join_parts(whole, self._cuts(whole), parts, self.mesh.device)
+            whole = join_parts(whole, self._cuts(whole), parts, self.mesh.device)
+            if stages.size == 1:
+                return whole
+            return gather_whole([Piece(k, tuple(t.shape), 0, t) for k, t in whole.items()], stages, self.mesh.device)
 
     def _cuts(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Cut]:
         """How those of ``tensors`` that are parts of layers split over tp ranks lie over them."""

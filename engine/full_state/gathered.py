@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives.shards import ShardGroup
-from engine.contracts import EngineError
+from engine.contracts import EngineError, PipelineError
 from engine.full_state.local import LocalState
 from engine.full_state.owners import locate
 from engine.parameters import ParameterInfo
@@ -40,6 +40,12 @@ def _opened(owner: LocalState, names: list[str], modifier_rank: int | None) -> I
     if modifier_rank is not None and not 0 <= modifier_rank < owner.mesh.world_size:
         raise EngineError(f"modifier_rank={modifier_rank} is not a rank: there are {owner.mesh.world_size}")
     registry = owner.parameter_registry
+    if registry.absent():
+        raise PipelineError(
+            "zero.GatheredParameters: a model that is cut over pipeline stages has no whole parameters on a rank; "
+            "full_parameters() and set_full_parameters() read and write them by name"
+        )
+    owner._bring_together()
     infos = [registry.by_name[name] for name in dict.fromkeys(names)]
     cut = [info for info, parameter in registry.parameters() if info in infos and is_cut(parameter, info)]
     full = owner.full_parameters([info.name for info in cut]) if cut else {}

@@ -36,6 +36,7 @@ class LocalState(FullState):
     @torch.no_grad()
     def set_local_parameter(self, name: str, value: Tensor) -> None:
         self._agree_on("set_local_parameter", [name])
+        self._bring_together()
         _write(name, self.local_parameter(name), value)
         self.roles.reduction.publish()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from engine.model.tensor_parallel.sizes import split_sizes
 from engine.parameters import ParameterRegistry
 from engine.plan.facts import BufferFacts, ModelFacts, ParameterFacts
 
@@ -37,7 +38,7 @@ def read_facts(model: nn.Module, blocks: Sequence[nn.Module]) -> ModelFacts:
         BufferFacts(name, buffer.numel(), buffer.element_size(), buffer.is_floating_point())
         for name, buffer in model.named_buffers()
     ]
-    return ModelFacts.of(parameters, block_names, ties, buffers)
+    return replace(ModelFacts.of(parameters, block_names, ties, buffers), split_sizes=split_sizes(model, blocks))
 
 
 def with_cuts(facts: ModelFacts, cuts: Mapping[str, int]) -> ModelFacts:

@@ -11,32 +11,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.config import Config
 from engine.model.tensor_parallel import inferred
 from engine.model.tensor_parallel.capture import Call
-from engine.model.tensor_parallel.json_plan import read_layer_specs, read_plan
-from engine.model.tensor_parallel.model_plan import own_plan, read_model_plan
 from engine.model.tensor_parallel.outside import find_vocabulary
 from engine.model.tensor_parallel.split import Split
 from engine.model.tensor_parallel.trace import trace
+from engine.model.tensor_parallel.written import Written
 from engine.torch_compat import tree_map_tensors
 
 LossOf = Callable[[nn.Module], Tensor]
 
 
 def imagined_splits(
-    model: nn.Module, blocks: Sequence[nn.Module], config: Config, loss_of: LossOf | None
+    model: nn.Module, blocks: Sequence[nn.Module], written: Written | None, loss_of: LossOf | None
 ) -> dict[str, Split]:
-    """Module name -> how it is cut. ``loss_of`` runs the model, which inferring a plan needs and which changes it: give
-    a model that is thrown away.
-
-    Raises ConfigError for a plan in the JSON that does not fit the model.
-    """
-    written = _written(model, config)
+    """Module name -> how it is cut. ``loss_of`` runs the model, which inferring a plan needs where none is ``written``
+    and which changes it: give a model that is thrown away."""
     inside = {module for block in blocks for module in block.modules()}
     vocabulary = find_vocabulary(model, inside)
     if written is not None:
-        splits = {name: vocabulary.get(name, split) for name, split in written.items()}
+        splits = {name: vocabulary.get(name, split) for name, split in written.splits.items()}
         tied = {model.get_submodule(name).weight for name in splits if name in vocabulary}
         return splits | {n: s for n, s in vocabulary.items() if model.get_submodule(n).weight in tied}
     splits = dict(vocabulary)
@@ -63,17 +57,6 @@ def cut_dimensions(model: nn.Module, splits: Mapping[str, Split]) -> dict[str, i
         if split.style != "row" and getattr(module, "bias", None) is not None:
             found[f"{name}.bias"] = 0
     return found
-
-
-def _written(model: nn.Module, config: Config) -> Mapping[str, Split] | None:
-    """The plan of the JSON, else the model's own."""
-    settings = config.tensor_parallel
-    if settings is not None and settings.plan:
-        return read_plan(model, settings.plan, config.locate).splits
-    if settings is not None and settings.partition_config is not None and settings.partition_config.layer_specs:
-        return read_layer_specs(model, settings.partition_config, config.locate).splits
-    own = own_plan(model)
-    return read_model_plan(model, own).splits if own else None
 
 
 def _inferred(block: nn.Module, call: Call) -> dict[str, Split]:

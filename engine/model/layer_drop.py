@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from engine.contracts import EngineError, LossSum, SavedWork
 from engine.data.batch import count_tokens
 from engine.device import same_generators
 from engine.model.hidden_state import hidden_argument, hidden_of, output_hidden, with_output_hidden
-from engine.model.replacement import Replacement
+from engine.model.replacement import ReplacedForwards, Replacement
 from engine.plan import LayerDropPlan, Plan
 from engine.plan.layer_drop import SECTION, keep_probability, theta_in
 from engine.random import stream_seed
@@ -39,14 +38,17 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def apply(
-    model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, saved_work: SavedWork, rank: int = 0
-) -> LayerDrop | None:
-    """Put gates before ``blocks``, in place, or hand theta to a model that asks for it; None where it is off.
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    section: LayerDropPlan,
+    saved_work: SavedWork,
+    rank: int,
+) -> LayerDrop:
+    """Put gates before ``blocks``, in place, or hand theta to a model that asks for it.
 
     Raises EngineError for a model that has neither repeated blocks nor the two arguments.
     """
-    if plan.layer_drop is None:
-        return None
     takes_theta = set(ARGUMENTS) <= set(inspect.signature(model.forward).parameters)
     if takes_theta and rank == 0:
         log.warning(
@@ -55,12 +57,17 @@ def apply(
             SECTION,
             type(model).__name__,
         )
+    if takes_theta and plan.pipeline is not None:
+        raise EngineError(
+            f"{SECTION}: {type(model).__name__}.forward takes pld_theta and would leave layers out by itself; under "
+            f"pipeline.stages {plan.degrees.pp} no stage knows those of the others. Switch the section off"
+        )
     if not takes_theta and not blocks:
         raise EngineError(
             f"{SECTION}: {type(model).__name__} has no repeated blocks that could be left out; name their container "
             f"with model.blocks, let forward take {' and '.join(ARGUMENTS)}, or switch the section off"
         )
-    result = LayerDrop(plan.layer_drop, plan.seed, () if takes_theta else blocks, saved_work)
+    result = LayerDrop(section, plan.seed, () if takes_theta else blocks, saved_work)
     result.install(model)
     return result
 
@@ -76,18 +83,18 @@ class Drawn:
     """The layers left out that the ledger has."""
 
 
-class LayerDrop:
-    """Draws the gates and has replaced the forwards of the model and of its blocks; `close` puts them back."""
+class LayerDrop(ReplacedForwards[Drawn]):
+    """Draws the gates of every training forward."""
 
     def __init__(
         self, plan: LayerDropPlan, seed: int, blocks: Sequence[nn.Module] = (), saved_work: SavedWork | None = None
     ) -> None:
         self.plan, self.num_layers = plan, len(blocks)
         self._seed, self._blocks, self._saved_work = seed, list(blocks), saved_work or SavedWork()
-        self._under_way: Drawn | None = None
         self._last: Drawn | None = None
         self._answering: Drawn | None = None
-        self._replacements: list[Replacement] = []
+        self._by_passage: dict[Hashable, Drawn] = {}
+        """Of the micro-batches through this rank's pipeline stages, in the window under way."""
 
     def get_theta(self) -> float:
         """Theta of the step under way."""
@@ -102,18 +109,13 @@ class LayerDrop:
         """Replace the forwards of ``model`` and of the blocks."""
         self._saved_work.sources.append(lambda: {"Train/pld_theta": self.get_theta()})
         if not self.num_layers:
-            self._replacements = [HandedTheta(self, model)]
+            self._put(HandedTheta(self, model))
         elif self.plan.theta < 1.0 and self.plan.gamma > 0.0:
             names = {module: name for name, module in model.named_modules()}
-            gates = [Gate(self, block, names[block], index) for index, block in enumerate(self._blocks)]
-            self._replacements = [MarkedForward(self, model), *gates]
-        for replacement in self._replacements:
-            replacement.put()
-
-    def close(self) -> None:
-        """Give the model its own forwards back."""
-        while self._replacements:
-            self._replacements.pop().remove()
+            # of a model that is cut into stages the others' blocks are not in it
+            here = [(index, block) for index, block in enumerate(self._blocks) if block in names]
+            gates = [Gate(self, block, names[block], index) for index, block in here]
+            self._put(MarkedForward(self, model), *gates)
 
     def draw(self, num_tokens: int = 0) -> Drawn:
         """The gates of the training forward that is under way."""
@@ -131,7 +133,11 @@ class LayerDrop:
 
     def gates(self) -> Drawn | None:
         """Of the training forward under way, or of the one whose activations a backward computes again."""
-        return self._under_way or (self._answering or self._last if in_backward() else None)
+        if self.under_way is not None or not in_backward():
+            return self.under_way
+        if self._saved_work.passage is not None:
+            return self._by_passage.get(self._saved_work.passage)
+        return self._answering or self._last
 
     def skip(self, drawn: Drawn, index: int) -> None:
         """The block was left out; the ledger has it once a forward."""
@@ -139,20 +145,17 @@ class LayerDrop:
             drawn.counted.add(index)
             self._saved_work.skip_layer(drawn.num_tokens)
 
-    @contextmanager
-    def training_forward(self, num_tokens: int) -> Iterator[Drawn]:
-        """Around a training forward of the model, of so many tokens (local)."""
-        around, drawn = self._under_way, self.gates() or self.draw(num_tokens)
-        self._under_way = drawn
-        try:
-            yield drawn
-        finally:
-            self._under_way = around
-        self._last, self._answering = drawn, None
+    def begin(self, num_tokens: int) -> Drawn:
+        """A training forward of the model, of so many tokens (local)."""
+        drawn = self.gates() or self.draw(num_tokens)
+        if self._saved_work.passage is not None:
+            self._by_passage[self._saved_work.passage] = drawn
+        return drawn
 
     def announce(self, output: Any, drawn: Drawn) -> None:
         """A backward through ``output`` needs these gates again if it recomputes activations, whatever forwards came
         in between: it says so before it reaches any block."""
+        self._last, self._answering = drawn, None
 
         def answer(gradient: Tensor) -> None:
             self._answering = drawn
@@ -181,11 +184,12 @@ class MarkedForward(Replacement):
         self._drop = drop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.inner(*args, **kwargs)
-        with self._drop.training_forward(count_tokens((args, kwargs))) as drawn:
+        trains = self.module.training and torch.is_grad_enabled()
+        drawn = self._drop.begin(count_tokens((args, kwargs))) if trains else None
+        with self._drop.inside(drawn):
             output = self.inner(*args, **kwargs)
-        self._drop.announce(output, drawn)
+        if drawn is not None:
+            self._drop.announce(output, drawn)
         return output
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import inspect
 import types
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from torch import nn
+
+Record = TypeVar("Record")
 
 
 class Replacement(ABC):
@@ -43,6 +47,35 @@ class Replacement(ABC):
 
     def __reduce__(self) -> Any:
         return _own_forward, (self.module, self.before)
+
+
+class ReplacedForwards(Generic[Record]):
+    """The forwards that a transform has replaced, of a model and of its blocks, and which training forward of the model
+    (``under_way``) its blocks run in; `close` puts the forwards back."""
+
+    under_way: Record | None = None
+    _replacements: Sequence[Replacement] = ()
+
+    def _put(self, *replacements: Replacement) -> None:
+        self._replacements = replacements
+        for replacement in replacements:
+            replacement.put()
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        for replacement in reversed(self._replacements):
+            replacement.remove()
+        self._replacements = ()
+
+    @contextmanager
+    def inside(self, forward: Record | None) -> Iterator[None]:
+        """Around a forward of the model. None: it does not train, though it may run in one that does, as a teacher's
+        does."""
+        around, self.under_way = self.under_way, forward
+        try:
+            yield
+        finally:
+            self.under_way = around
 
 
 def _own_forward(module: nn.Module, before: Any) -> Any:

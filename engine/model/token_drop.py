@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from engine.contracts import EngineError, Place, SavedWork
 from engine.data.curriculum import difficulty_at
 from engine.mesh import Mesh
 from engine.model.hidden_state import hidden_argument, hidden_of, output_hidden, with_hidden, with_output_hidden
-from engine.model.replacement import Replacement
+from engine.model.replacement import ReplacedForwards, Replacement
 from engine.model.token_layout import (
     Follow,
     Path,
@@ -50,16 +49,18 @@ SCALAR = "Train/random_ltd_kept_tokens"
 
 
 def apply(
-    model: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh, saved_work: SavedWork
-) -> TokenDrop | None:
-    """Let the chosen ``blocks`` drop tokens; None where the config does not switch it on.
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    section: TokenDropPlan,
+    mesh: Mesh,
+    saved_work: SavedWork,
+) -> TokenDrop:
+    """Let the chosen ``blocks`` drop tokens.
 
     Raises EngineError for a model without repeated blocks, another number of them than the config says, and layers
     that it does not have.
     """
-    section = plan.token_drop
-    if section is None:
-        return None
     layers = chosen_layers(section, len(blocks))
     first_sample = (plan.batch.micro_batch_size, mesh.dp_size, mesh.dp_rank)
     token_drop = TokenDrop(section, plan.seed, first_sample, saved_work)
@@ -112,7 +113,7 @@ class Forward:
     num_kept: int
 
 
-class TokenDrop:
+class TokenDrop(ReplacedForwards[Forward]):
     """What the blocks that drop tokens share."""
 
     def __init__(
@@ -120,51 +121,45 @@ class TokenDrop:
     ) -> None:
         self.section, self.seed, self.saved_work = section, seed, saved_work
         self._micro_batch_size, self._dp_size, self._dp_rank = first_sample
-        self._under_way: Forward | None = None
         self._forwards: dict[int, Forward] = {}
-        self._replacements: list[Replacement] = []
-        self._last_kept = 0
+        self._last_kept, self._is_here = 0, True
 
     def install(self, model: nn.Module, blocks: Mapping[int, nn.Module]) -> None:
         """Replace the forwards of ``model`` and of the ``blocks``, by their layer."""
         names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
-        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in blocks.items()]
-        self._replacements = [ModelForward(self, model), *on_tokens]
-        for replacement in self._replacements:
-            replacement.put()
-
-    def close(self) -> None:
-        """Give the modules their own forwards back."""
-        while self._replacements:
-            self._replacements.pop().remove()
+        # of a model that is cut into stages the others' blocks are not in it
+        here = [(layer, block) for layer, block in blocks.items() if block in names]
+        self._is_here = bool(here)
+        on_tokens = [BlockOnTokens(self, block, names[block], layer) for layer, block in here]
+        self._put(ModelForward(self, model), *on_tokens)
 
     def num_kept(self, applied_steps: int) -> int:
         """Tokens that a layer keeps of a sequence, if it has as many, after so many applied steps."""
         return int(difficulty_at(self.section.schedule, applied_steps))
 
     def scalars(self) -> Mapping[str, float]:
-        return {SCALAR: float(self._last_kept)} if self._last_kept else {}
+        kept = self._last_kept if self._is_here else self.num_kept(self.saved_work.place().applied_steps)
+        return {SCALAR: float(kept)} if kept else {}
 
-    @contextmanager
-    def training_forward(self) -> Iterator[None]:
-        """Around a training forward of the model, for which the engine has seeded the generators."""
+    def begin(self) -> Forward:
+        """A training forward of the model, for which the engine has seeded the generators."""
         place = self.saved_work.place()
         if any(other.place.global_steps != place.global_steps for other in self._forwards.values()):
             self._forwards.clear()
         forward = Forward(place, self.num_kept(place.applied_steps))
-        self._under_way = self._forwards[torch.initial_seed()] = forward
-        try:
-            yield
-        finally:
-            self._under_way = None
+        self._forwards[torch.initial_seed()] = forward
+        return forward
 
     def forward_of(self) -> tuple[Forward, bool] | None:
         """The training forward that a block runs in, and whether it is being computed again; None outside of one.
 
         A forward is computed again with the generator as it was, so the seed tells which one it is.
         """
+        if self.saved_work.passage is not None and in_backward():
+            place = self.saved_work.place()
+            return Forward(place, self.num_kept(place.applied_steps)), True
         if not in_backward():
-            return None if self._under_way is None else (self._under_way, False)
+            return None if self.under_way is None else (self.under_way, False)
         if not self._forwards:
             return None
         found = self._forwards.get(torch.initial_seed())
@@ -180,7 +175,7 @@ class TokenDrop:
     def positions(self, forward: Forward, layer: int, tokens: Tokens, shared: bool, device: torch.device) -> Tensor:
         """int64 (samples, kept), ascending; with ``shared`` the same for all samples of the micro-batch."""
         place, size = forward.place, self._micro_batch_size
-        first = (place.micro_step * self._dp_size + self._dp_rank) * size
+        first = (place.micro_step * self._dp_size + self._dp_rank) * size + place.first_sample
         # more samples than a micro-batch has: sequences that a curriculum split
         samples = (
             [(first, 0)] * tokens.num_samples
@@ -212,7 +207,7 @@ class ModelForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self.module.training and torch.is_grad_enabled()
-        with self.drop.training_forward() if trains else nullcontext():
+        with self.drop.inside(self.drop.begin() if trains else None):
             return self.inner(*args, **kwargs)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.config.messages import EngineError
+from engine.device import same_generators
 from engine.model.hidden_state import ArgumentKey, hidden_of, output_hidden, with_hidden
 from engine.model.token_layout import Follow, Path, Tokens, cut, keep, map_arguments, take_rows
 from engine.random import generator, kept_positions, stream_seed
@@ -81,8 +82,7 @@ def prove(
     positional parameters. Draws from no generator of the user's, and leaves the block as it was.
     """
     reasons: list[str] = []
-    device = hidden_of(*arguments, key).device
-    with _as_in_evaluation(block), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    with _as_in_evaluation(block), same_generators(hidden_of(*arguments, key).device):
         for reading in readings:
             trial = _Trial(block, forward, arguments, names, key, tokens, reading, seed)
             reason = trial.failure()

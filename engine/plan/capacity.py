@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.config import load_config
+from engine.config import Config, load_config
 from engine.config.built import checkpoints_activations
 from engine.config.messages import ConfigError
 from engine.plan.batch import ACCUMULATION, MICRO, TOTAL
@@ -146,11 +146,11 @@ def variant(plan: Plan, changes: dict[str, Any], ranks: int | None = None) -> Pl
     except ConfigError:
         return None
     world = plan.world if ranks is None else imagined_world(config, ranks, plan.world.how)
-    return imagined_plan(config, world, plan.facts)[0]
+    return imagined_plan(config, world, plan.facts)
 
 
-def imagined_plan(config: Any, world: World, facts: ModelFacts | None = None) -> tuple[Plan | None, tuple[str, ...]]:
-    """A plan that may hold features that this engine lacks, and their paths; no plan where anything else is wrong."""
+def imagined_plan(config: Config, world: World, facts: ModelFacts | None = None) -> Plan | None:
+    """A plan that may hold features that this engine lacks; None where anything else is wrong."""
     made, findings = sketch(config, world, facts)
-    wrong = [problem for problem in findings.problems if problem.code != NOT_BUILT]
-    return (None if wrong or findings.needs_values else made), tuple(config.not_built)
+    wrong = any(problem.code != NOT_BUILT for problem in findings.problems)
+    return None if wrong or findings.needs_values else made

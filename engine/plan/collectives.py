@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan.crossings import Call, cross_axes
-from engine.plan.cuts import AGREEMENT_NUMBERS
+from engine.plan.cuts import AGREEMENT_NUMBERS, row_range
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
-from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout, replica_ranks, shard_ranks
+from engine.plan.stages import stages_of
+from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout
 
 AGREEMENT_BYTES = AGREEMENT_NUMBERS * 8
 
@@ -30,11 +31,12 @@ class Collective:
     sent_bytes: int
 
 
-def count_collectives(plan: Plan, facts: ModelFacts, stage: int = 0) -> tuple[Collective, ...]:
-    """Of a rank in one pipeline stage. Needs ``facts.parameters``."""
+def count_collectives(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> tuple[Collective, ...]:
+    """Of the first rank of those that hold a pipeline rank's part of the model. Needs ``facts.parameters``."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    cut = layout(plan, facts, stage)
-    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *cross_axes(plan, facts, stage)):
+    cut = layout(plan, facts, pipeline_rank)
+    along = (*cross_axes(plan, facts, pipeline_rank), *_of_shared(plan, facts, cut))
+    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *along):
         if calls:
             before = found.get((axis, operation, purpose), (0, 0))
             found[axis, operation, purpose] = (before[0] + calls, before[1] + calls * sent_bytes)
@@ -65,7 +67,7 @@ def rounds(plan: Plan) -> int:
 
 def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Call]:
     """Gradients reduced, parameters gathered. 0-dim parameters beside a sharded model travel at the boundary."""
-    shard, replicas = shard_ranks(plan), replica_ranks(plan)
+    shard, replicas = plan.shard_size, plan.num_replicas
     times = 1 if is_scalars else rounds(plan)
     reduced = ITEM_BYTES.get(bucket.gradient_dtype, 4)
     if plan.precision.reduce != plan.precision.accumulate:
@@ -83,7 +85,7 @@ def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Cal
 
 def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
     """Stage 3: gathered for forward and, where it was let go of, for backward; reduced after every backward."""
-    shard, replicas = shard_ranks(plan), replica_ranks(plan)
+    shard, replicas = plan.shard_size, plan.num_replicas
     times = rounds(plan)
     own = unit.shard_numel(shard)
     gathered = ITEM_BYTES[compute_dtype(plan, unit.members[0].dtype)]
@@ -101,10 +103,29 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
             yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(trained * reduced, replicas)
 
 
+def _of_shared(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[Call]:
+    """Gradients of parameters that several pipeline ranks hold, from each to each of the others once a step: this
+    rank's shards in fp32, all that the same ranks hold together, and for each a number that says whether it is used."""
+    stages, shards = stages_of(plan, facts), plan.shard_size
+    held: dict[tuple[int, ...], int] = {}
+    for bucket in cut.buckets:
+        for _, numel in bucket.pieces(1):
+            holders = stages.holders(bucket.members[0])
+            held[holders] = held.get(holders, 0) + numel + 1
+    for unit in cut.units:
+        for parameter in unit.members:
+            start, stop = row_range(parameter.shape, 0, shards)
+            if parameter.trainable and stop > start:
+                holders = stages.holders(parameter)
+                held[holders] = held.get(holders, 0) + stop - start + 1
+    for holders, numel in held.items():
+        yield "pp", "send", "gradients of shared parameters", len(holders) - 1, 4 * numel
+
+
 def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[Call]:
     """Lamb needs the norms of whole parameters and of their updates: two fp32 numbers for each."""
     if plan.optimizer is None or plan.optimizer.type != "Lamb":
         return
-    for axis, ranks in (("dp_shard", shard_ranks(plan)), ("tp", plan.degrees.tp)):
+    for axis, ranks in (("dp_shard", plan.shard_size), ("tp", plan.degrees.tp)):
         if ranks > 1:
             yield axis, "all_reduce", "norms", 1, all_reduce_bytes(2 * 4 * len(facts.parameters), ranks)

@@ -34,11 +34,6 @@ def keep_probability(layer: int, num_layers: int, theta: float) -> float:
     return 1.0 - layer / num_layers * (1.0 - theta)
 
 
-def expected_depth(num_layers: int, theta: float) -> float:
-    """How many layers are kept on average."""
-    return sum(keep_probability(layer, num_layers, theta) for layer in range(1, num_layers + 1))
-
-
 def resolve_layer_drop(config: Config, findings: Findings) -> LayerDropPlan | None:
     """None where it is not switched on."""
     section = config.progressive_layer_drop
@@ -49,16 +44,6 @@ def resolve_layer_drop(config: Config, findings: Findings) -> LayerDropPlan | No
         findings.resolved(f"{SECTION}.gamma", section.gamma),
         section.compat == "deepspeed",
     )
-    pipeline = config.pipeline
-    if pipeline is not None and pipeline.stages not in ("auto", 0, 1):
-        findings.problem(
-            f"{SECTION}.enabled",
-            "layers cannot be dropped under a pipeline, whose stages would wait for the fullest one; pipeline.stages "
-            f"is {pipeline.stages} ({findings.source('pipeline.stages')})",
-            found=True,
-            allowed="false",
-            repair="switch off one of the two",
-        )
     _note_reach(result, config, findings)
     return result
 

@@ -228,6 +228,20 @@ class TokenDropPlan:
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """How the model's depth is spread over the pipeline ranks (`Degrees.pp`), ``virtual_stages`` parts on each.
+
+    ``partition``: "parameters", "uniform", "type:REGEX" or how many layers each stage holds. ``num_micro_batches``: of
+    a window on one data-parallel rank; a multiple of the accumulation steps, whose micro-batches are then cut further.
+    """
+
+    schedule: str
+    partition: str | tuple[int, ...]
+    num_micro_batches: int
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True)
 class Resolved:
     """One resolved value and why it has it. ``path`` is the JSON path, ``reason`` one plain sentence or ''."""
 
@@ -258,6 +272,7 @@ class Plan:
     curriculum: CurriculumPlan | None = None
     layer_drop: LayerDropPlan | None = None
     token_drop: TokenDropPlan | None = None
+    pipeline: PipelinePlan | None = None
     values: tuple[Resolved, ...] = ()
     notes: tuple[Note, ...] = ()
     facts: ModelFacts | None = None

@@ -10,6 +10,7 @@ from engine.plan.estimates import estimate_memory, format_bytes
 from engine.plan.findings import plural
 from engine.plan.layer_drop import describe_layer_drop
 from engine.plan.one_bit import describe as describe_one_bit
+from engine.plan.pipeline_schedules import bubble_fraction
 from engine.plan.placement import axes_in_order, describe_crossings, describe_places
 from engine.plan.plan import Origin, Plan
 from engine.plan.token_drop import describe_token_drop
@@ -62,6 +63,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     for line in (describe_places(plan.degrees), describe_crossings(plan.degrees, plan.world)):
         if line:
             yield "", line
+    yield from _pipeline(plan, origins)
     yield from _batch(plan, origins)
     yield from _precision(plan, origins)
     yield from _zero(plan, origins)
@@ -92,6 +94,21 @@ def _mesh(plan: Plan) -> str:
     used = [f"{axis} {sizes[axis]}" for axis in axes_in_order(degrees.placement) if sizes[axis] > 1]
     order = f", outermost first (placement {degrees.placement})" if len(used) > 1 else ""
     return (" x ".join(used) or "one rank") + order
+
+
+def _pipeline(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    pipeline, num_ranks = plan.pipeline, plan.degrees.pp
+    if pipeline is None:
+        return
+    parts = f" of {pipeline.virtual_stages} parts each" if pipeline.virtual_stages > 1 else ""
+    bubble = bubble_fraction(pipeline.schedule, num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)
+    idle = f", ranks idle {100 * bubble:.1f} % of a step where stages take equally long"
+    yield (
+        "pipeline",
+        f"{plural(num_ranks, 'rank')}{parts}, {pipeline.schedule}{_mark(origins, 'pipeline.schedule')}, "
+        f"{pipeline.num_micro_batches} micro-batches, cut by {_show(pipeline.partition)}"
+        f"{_mark(origins, 'pipeline.partition')}{idle}",
+    )
 
 
 def _batch(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:

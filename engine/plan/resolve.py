@@ -14,6 +14,7 @@ from engine.plan.ineffective import note_ineffective
 from engine.plan.layer_drop import resolve_layer_drop
 from engine.plan.one_bit import resolve_one_bit
 from engine.plan.optimizer import resolve_optimizer
+from engine.plan.pipeline import resolve_pipeline
 from engine.plan.plan import Plan, World
 from engine.plan.precision import resolve_precision
 from engine.plan.reads import Rules
@@ -111,6 +112,7 @@ def sketch(
     layer_drop = run(resolve_layer_drop, config, findings)
     token_drop = run(resolve_token_drop, config, degrees, facts, findings)
     run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
+    pipeline = run(resolve_pipeline, config, degrees, batch, zero, optimizer, findings)
     run(check_combinations, config, findings)
     run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)
@@ -137,6 +139,7 @@ def sketch(
         curriculum=curriculum,
         layer_drop=layer_drop,
         token_drop=token_drop,
+        pipeline=pipeline,
         values=tuple(findings.values),
         notes=(*whole.notes, *findings.notes),
         facts=facts,

@@ -41,8 +41,6 @@ def check_slices(
     path = SP if sp > 1 else CP
     if optimizer is not None and optimizer.type in ONE_BIT:
         _refuse(path, f"{optimizer.type}, which averages momentum over ranks that see whole sequences", findings)
-    if degrees.pp > 1:
-        _refuse(path, "pipeline.stages, whose stages see no batch that could be cut", findings)
 
 
 def _refuse(path: str, what: str, findings: Findings) -> None:
@@ -93,20 +91,24 @@ def _check_curriculum(curriculum: CurriculumPlan | None, unit: int, findings: Fi
 
 
 def _check_heads(sp: int, tp: int, facts: ModelFacts | None, findings: Findings) -> None:
-    """Those that tensor parallelism leaves to a rank."""
-    heads = facts.num_heads if facts is not None else None
+    heads = facts.split_sizes.num_heads if facts is not None and facts.split_sizes is not None else None
+    if wrong := heads_problem(heads, sp, tp):
+        message, repair = wrong
+        allowed = ", ".join(map(str, divisors((heads or 1) // tp)))
+        findings.problem(SP, message, found=sp, allowed=allowed, repair=repair, code="ranks")
+
+
+def heads_problem(heads: int | None, sp: int, tp: int) -> tuple[str, str] | None:
+    """What is wrong, and the repair, where ``sp`` ranks cannot share the heads that tensor parallelism leaves to each.
+    None for heads that are not known, and for those that ``tp`` does not divide, which is a problem of its own."""
     if heads is None or heads % tp or heads // tp % sp == 0:
-        return
+        return None
     whole, heads = heads, heads // tp
     which = f"{heads} attention heads" if tp == 1 else f"{heads} attention heads (of {whole}) of a tp rank"
     nearest = sorted(sorted(divisors(heads), key=lambda number: abs(number - sp))[:2])
-    findings.problem(
-        SP,
+    return (
         f"{sp} ranks cannot share the {which}: {heads} = {heads // sp} x {sp} + {heads % sp}",
-        found=sp,
-        allowed=", ".join(map(str, divisors(heads))),
-        repair=f"set {' or '.join(map(str, nearest))}, or use {CP}, which takes any number of heads",
-        code="ranks",
+        f"set {' or '.join(map(str, nearest))}, or use {CP}, which takes any number of heads",
     )
 
 

@@ -57,12 +57,12 @@ def resolve_token_drop(
 
 
 def _check_axes(degrees: Degrees, findings: Findings) -> None:
-    for axis, what in (("cp", "sequences"), ("sp", "sequences"), ("pp", "the model's layers")):
+    for axis in ("cp", "sp"):
         size = getattr(degrees, axis)
         if size > 1:
             findings.problem(
                 f"{SECTION}.enabled",
-                f"tokens are dropped from whole sequences, layer by layer, and {what} are split over {size} ranks "
+                f"tokens are dropped from whole sequences, layer by layer, and sequences are split over {size} ranks "
                 f"({axis})",
                 found=True,
                 allowed="false",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.plan.layer_drop import expected_depth
+from engine.plan.layer_drop import keep_probability
 from tests.bench.paired import interval
 from tests.bench.process import machine_facts, publish
 from tests.harness import launch_script
@@ -103,6 +103,7 @@ def measure(world: int, stage: int, turns: int) -> dict[str, Any]:
 def page(found: list[dict[str, Any]], turns: int) -> str:
     facts = machine_facts()
     layers = MODEL["num_blocks"]
+    kept = sum(keep_probability(layer, layers, 0.5) for layer in range(1, layers + 1))
     lines = [
         "# What layer drop saves",
         "",
@@ -110,7 +111,7 @@ def page(found: list[dict[str, Any]], turns: int) -> str:
         f"{facts['torch']}, with `python -m tests.bench.layer_drop`.",
         "",
         f"A GPT of {layers} blocks of width {MODEL['width']}, sequences of {MODEL['sequence_length']}, {MICRO_BATCH} a "
-        f"rank, fp32, one thread a rank. At theta 0.5 a step runs {expected_depth(layers, 0.5) / layers:.1%} of the "
+        f"rank, fp32, one thread a rank. At theta 0.5 a step runs {kept / layers:.1%} of the "
         f"layers on average; the rest of it (embedding, output layer, optimizer, reduction) stays. {turns} turns of "
         f"{STEPS_OF_A_TURN} steps of each run. The bar is {BAR:.2f}.",
         "",

@@ -223,8 +223,8 @@ def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
         label = f"{row.name}: {means[-1]:.3f} at the end"
         axes.plot(at, means, color=f"C{index}", label=label, linewidth=1.6)
     for index, row in enumerate(row for row in LESS if found.get(row.name)):
-        label = None if index else "plain, planned for less time (one seed)"
-        axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=label)
+        once = None if index else "plain, planned for less time (one seed)"
+        axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=once)
     axes.set_xlabel("wall time, plain run = 1")
     axes.set_ylabel("validation loss, nats per byte")
     axes.set_ylim(top=3.2)

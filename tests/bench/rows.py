@@ -155,7 +155,7 @@ def setup_by_hand(model: GPT, workload: Workload, *, stage: int) -> Step:
     resolved = plan(load_config(json_config(workload, stage)), World(world, world))
     mesh, ledger, blocks = Mesh(resolved.degrees, torch.device("cpu")), Ledger(), find_blocks(model)
     registry = ParameterRegistry(model, None, blocks)
-    reduction = zero.apply(model, registry, blocks, resolved, mesh, ledger, "elementwise").reduction
+    reduction = zero.apply(model, registry, [blocks], resolved, mesh, ledger, "elementwise").reduction
     ranks = ShardGroup.of(mesh, "world", ledger)
     masters = [shard.parameter for shard in reduction.shards]
     optimizer = torch.optim.AdamW(masters, fused=True, **workload.adamw_arguments)

@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_a_number(faulty: Arguments, tmp_path: Path) -> None:
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] is None
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_model_that_raises(nproc: int, faulty: Arguments, tmp_path: Path) -> None:
     changes = {"model.args.at_forward": 3, "model.args.on_rank": nproc - 1}
     finished = run(faulty(tmp_path / "output", "raise", changes, "--nproc", str(nproc)))
@@ -143,9 +143,14 @@ def test_a_model_that_raises(nproc: int, faulty: Arguments, tmp_path: Path) -> N
     ("spoil", "words", "nproc"),
     [
         (lambda folder: corrupt(folder / "rank_00000.safetensors"), "rank_00000.safetensors", 2),
-        (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors", 1),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json", 1),
-        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json", 1),
+        *(
+            pytest.param(spoil, words, 1, marks=pytest.mark.slow)
+            for spoil, words in (
+                (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors"),
+                (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json"),
+                (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
+            )
+        ),
     ],
 )
 def test_a_checkpoint_that_is_broken(

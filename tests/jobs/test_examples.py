@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Arguments
-from tests.jobs.job import ROOT, Finished, column, run
+from tests.jobs.job import ROOT, Finished, column, run, start
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -68,3 +68,30 @@ def test_torchruns_ranks_are_joined(small: Arguments, whole_run: tuple[Path, Fin
     assert "2 ranks (torchrun variables)" in finished.out
     assert finished.out.count("a sample of 40 characters") == 1
     assert column(output, "loss") == pytest.approx(column(expected, "loss"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_pipeline_example_runs_on_four_ranks(tmp_path: Path) -> None:
+    config, output = EXAMPLES / "pipeline_gpt" / "config.json", tmp_path / "output"
+    arguments = ["--config", str(config), "--nproc", "4", "--output", str(output), "--set", "training.steps=2"]
+    finished = run([str(ROOT / "bin" / "ptrain"), *arguments], command=(sys.executable,))
+    assert finished.code == 0, finished.err
+    assert "mesh       pp 2 x dp_shard 2" in finished.out
+    assert len(column(output, "loss")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_llama_split_three_ways_is_the_llama(tmp_path: Path) -> None:
+    config = EXAMPLES / "hf_llama_3d" / "config.json"
+    losses = {}
+    for num_ranks, changes in {8: (), 1: ("--set", "pipeline.stages=1", "--set", "tensor_parallel.size=1")}.items():
+        output = tmp_path / str(num_ranks)
+        arguments = ["--config", str(config), "--nproc", str(num_ranks), "--output", str(output), *changes]
+        arguments += ["--set", "training.steps=3"]
+        finished = start([str(ROOT / "bin" / "ptrain"), *arguments], command=(sys.executable,)).finish(timeout=400)
+        assert finished.code == 0, finished.err
+        assert ("mesh       pp 2 x dp_shard 2 x tp 2" in finished.out) == (num_ranks == 8)
+        losses[num_ranks] = column(output, "loss")
+    assert len(losses[8]) == 3
+    assert losses[8] == pytest.approx(losses[1], abs=1e-4)

@@ -29,7 +29,7 @@ def limit_files(folder: Path, rank: int, num_bytes: int) -> None:
     resource.prlimit(int(pid), resource.RLIMIT_FSIZE, (num_bytes, -1))
 
 
-@pytest.mark.parametrize(("nproc", "background"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("nproc", "background"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     nproc: int, background: bool, small: Arguments, faulty: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:
@@ -57,6 +57,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     assert column(output, "loss") == pytest.approx(column(whole_run[0], "loss"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_disk_that_was_full_for_a_while(faulty: Arguments, tmp_path: Path) -> None:
     output = tmp_path / "output"
     changes = {"model.args.at_forward": AT_STEP, "training.save_interval": 2}

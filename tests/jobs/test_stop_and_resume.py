@@ -36,7 +36,7 @@ def without_time(output: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in KEYS_OF_TIME} for line in metrics(output)]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stopped_and_resumed_is_as_never_stopped(
     nproc: int,
     small: Arguments,
@@ -64,7 +64,7 @@ def test_stopped_and_resumed_is_as_never_stopped(
         assert ours[key] == theirs[key], key
 
 
-@pytest.mark.parametrize(("nproc", "then"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("nproc", "then"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on(
     nproc: int, then: int, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:
@@ -97,7 +97,7 @@ def test_ctrl_c(faulty: Arguments, tmp_path: Path) -> None:
     assert f"stopped by SIGINT after step {AT_STEP}" in stopped.out
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_signal_ends_at_once(nproc: int, faulty: Arguments, tmp_path: Path) -> None:
     output = tmp_path / "run" / "output"
     stopped = stop(faulty, output, nproc, signal.SIGINT, signal.SIGINT, go=False)
@@ -107,6 +107,7 @@ def test_a_second_signal_ends_at_once(nproc: int, faulty: Arguments, tmp_path: P
     assert not any(alive(int((output.parent / f"waiting{rank}").read_text())) for rank in range(nproc))
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_counts_once(faulty: Arguments, tmp_path: Path) -> None:
     """What a terminal does on Ctrl-C: launcher and ranks all get it."""
     output = tmp_path / "output"

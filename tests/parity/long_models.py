@@ -76,6 +76,18 @@ class MakesItsMask(GPT):
         self.blocks = nn.ModuleList(MaskingBlock() for _ in range(2))
 
 
+class OneHead(HandmadeBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unsqueeze(1) for part in self.into(x).chunk(3, dim=-1))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0])
+
+
+class HidesItsHeads(GPT):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.blocks = nn.ModuleList(OneHead() for _ in range(2))
+
+
 class ReturnsLogits(GPT):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return super().forward(input_ids, None, position_ids)

@@ -249,6 +249,37 @@ def causal_within_slices_only() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def heads_of_another_rank() -> Iterator[None]:
+    """What comes back from the exchange stands one head off."""
+    from engine.model.sequence_parallel import attention
+
+    back = attention.gather_heads
+
+    def turned(output: Tensor, group: Any) -> Tensor:
+        return back(output, group).roll(1, dims=1)
+
+    with _without_proof(), _replaced(attention, "gather_heads", turned):
+        yield
+
+
+@contextlib.contextmanager
+def far_blocks_left_out() -> Iterator[None]:
+    """A ring in which a rank's queries meet its own keys alone."""
+    from engine.model.sequence_parallel.ring import _Blocks
+
+    with_keys_of = _Blocks.with_keys_of
+
+    def near(self: Any, source: int) -> Any:
+        return with_keys_of(self, source) if source == self.layout.cp_rank else iter(())
+
+    with _without_proof(), _replaced(_Blocks, "with_keys_of", near):
+        yield
+
+
+SPLITS_OF = {"heads_of_another_rank": ("sp2",), "far_blocks_left_out": ("cp2",)}
+"""Where a fault can be planted; not named: under both."""
+
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     plant.__name__: plant
     for plant in (
@@ -258,5 +289,7 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         slices_reduced_alone,
         equal_shares_of_uneven_slices,
         causal_within_slices_only,
+        heads_of_another_rank,
+        far_blocks_left_out,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,14 +75,22 @@ def train(
 
 
 def step_through(model_engine: engine.Engine, steps: int, first: int = 0) -> Result:
+    return run_steps(model_engine, toy_batch, steps, first)
+
+
+def run_steps(
+    model_engine: engine.Engine, batch: Callable[[int], dict[str, Tensor]], steps: int, first: int = 0
+) -> Result:
+    """``batch``: the samples of a step, of all ranks and micro-batches."""
     result = Result()
-    accumulation = model_engine.gradient_accumulation_steps()
-    num_parts = accumulation * model_engine.mesh.dp_size
+    accumulation, mesh = model_engine.gradient_accumulation_steps(), model_engine.mesh
     for step in range(first, first + steps):
-        for micro in range(accumulation):
-            index = micro * model_engine.mesh.dp_size + model_engine.mesh.dp_rank
-            loss = model_engine(**part(toy_batch(step), index, num_parts))
-            model_engine.backward(loss)
+        indices = [micro * mesh.dp_size + mesh.dp_rank for micro in range(accumulation)]
+        parts = [part(batch(step), index, accumulation * mesh.dp_size) for index in indices]
+        if mesh.degrees["pp"] > 1:
+            model_engine.train_batch(iter(parts))
+        for micro_batch in parts if mesh.degrees["pp"] == 1 else ():
+            model_engine.backward(model_engine(**micro_batch))
             model_engine.step()
         report = model_engine.last_report
         assert report is not None

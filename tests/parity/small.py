@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from tests.parity.runs import Pieces, pieces_of
+from tests.parity.runs import Pieces, pieces_of, run_steps
 from tests.parity.toy import Result, part, toy_batch, toy_model
 
 GLOBAL_BATCH = 12
@@ -251,20 +251,3 @@ def run_case(case: Case, config: dict[str, Any], steps: int) -> tuple[Result, Pi
     pieces = pieces_of(model_engine)
     model_engine.destroy()
     return result, pieces, facts
-
-
-def run_steps(
-    model_engine: engine.Engine, batch: Callable[[int], dict[str, Tensor]], steps: int, first: int = 0
-) -> Result:
-    result = Result()
-    accumulation, mesh = model_engine.gradient_accumulation_steps(), model_engine.mesh
-    for step in range(first, first + steps):
-        for micro in range(accumulation):
-            index = micro * mesh.dp_size + mesh.dp_rank
-            model_engine.backward(model_engine(**part(batch(step), index, accumulation * mesh.dp_size)))
-            model_engine.step()
-        report = model_engine.last_report
-        assert report is not None
-        result.losses.append(report.loss if report.loss is not None else float("nan"))
-        result.norms.append(report.grad_norm if report.grad_norm is not None else float("nan"))
-    return result

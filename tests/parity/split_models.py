@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import engine
 from engine.model.tensor_parallel import Split, TensorPlan
-from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCABULARY_SIZE, Result, part, toy_batch, toy_model
+from tests.parity.runs import step_through
+from tests.parity.small import seeded
+from tests.parity.toy import SEQUENCE_LENGTH, VOCABULARY_SIZE, Result, toy_model
 
 COLUMN, ROW, VOCABULARY, HEAD = Split("column"), Split("row"), Split("vocabulary"), Split("head")
 
@@ -58,12 +59,6 @@ class WithLoss(nn.Module):
         return loss
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make()
-
-
 def llama(tp: int, num_layers: int = 2, tied: bool = False, sequence: bool = False, **changes: Any) -> nn.Module:
     """Grouped-query attention: 8 heads, 4 of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,7 +84,7 @@ def llama(tp: int, num_layers: int = 2, tied: bool = False, sequence: bool = Fal
         splits |= {f"{layer}.self_attn.o_proj": ROW, f"{layer}.mlp.down_proj": ROW}
     norms = [f"model.layers.{i}.{name}_layernorm" for i in range(num_layers) for name in ("input", "post_attention")]
     plan = TensorPlan(splits, sequence=tuple(norms) if sequence else ())
-    return WithLoss(_seeded(lambda: LlamaForCausalLM(config)), plan)
+    return WithLoss(seeded(lambda: LlamaForCausalLM(config)), plan)
 
 
 def qwen3(tp: int, num_layers: int = 2) -> nn.Module:
@@ -114,7 +109,7 @@ def qwen3(tp: int, num_layers: int = 2) -> nn.Module:
         splits |= {f"{layer}.mlp.{name}_proj": COLUMN for name in ("gate", "up")}
         splits |= {f"{layer}.self_attn.o_proj": ROW, f"{layer}.mlp.down_proj": ROW}
         summed += [f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm"]
-    return WithLoss(_seeded(lambda: Qwen3ForCausalLM(config)), TensorPlan(splits, summed=tuple(summed)))
+    return WithLoss(seeded(lambda: Qwen3ForCausalLM(config)), TensorPlan(splits, summed=tuple(summed)))
 
 
 def gpt2(
@@ -142,7 +137,7 @@ def gpt2(
         splits |= {f"{layer}.{name}.c_proj": Split("row", transposed=True) for name in ("attn", "mlp")}
         attributes |= {f"{layer}.attn.split_size": width // tp, f"{layer}.attn.num_heads": 4 // tp}
     norms = tuple(f"transformer.h.{i}.ln_{n}" for i in range(num_layers) for n in (1, 2)) if sequence else ()
-    return WithLoss(_seeded(lambda: GPT2LMHeadModel(config)), TensorPlan(splits, attributes, norms))
+    return WithLoss(seeded(lambda: GPT2LMHeadModel(config)), TensorPlan(splits, attributes, norms))
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"toy": toy, "llama": llama, "gpt2": gpt2, "qwen3": qwen3}
@@ -193,19 +188,3 @@ def train_split(
     facts = {"bytes": dict(model_engine.last_report.bytes_by_axis), "tokens": model_engine.global_tokens}  # type: ignore[union-attr]
     model_engine.destroy()
     return SplitRun(result, copies, facts)
-
-
-def step_through(model_engine: engine.Engine, steps: int, first: int = 0, size: int = GLOBAL_BATCH) -> Result:
-    result = Result()
-    accumulation = model_engine.gradient_accumulation_steps()
-    num_parts = accumulation * model_engine.mesh.dp_size
-    for step in range(first, first + steps):
-        for micro in range(accumulation):
-            index = micro * model_engine.mesh.dp_size + model_engine.mesh.dp_rank
-            model_engine.backward(model_engine(**part(toy_batch(step, size), index, num_parts)))
-            model_engine.step()
-        report = model_engine.last_report
-        assert report is not None
-        result.losses.append(report.loss if report.loss is not None else float("nan"))
-        result.norms.append(report.grad_norm if report.grad_norm is not None else float("nan"))
-    return result

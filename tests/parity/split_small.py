@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.model.tensor_parallel import Split, TensorPlan
+from tests.parity.runs import run_steps
 from tests.parity.small import GLOBAL_BATCH, config_of, seeded
 from tests.parity.toy import Result, part
 
@@ -81,18 +82,7 @@ def start(tp: int, stage: int, accumulation: int = 1, zero: dict[str, Any] | Non
 
 
 def go_on(model_engine: engine.Engine, steps: int, first: int = 0) -> Result:
-    result = Result()
-    accumulation, mesh = model_engine.gradient_accumulation_steps(), model_engine.mesh
-    for step in range(first, first + steps):
-        for micro in range(accumulation):
-            index = micro * mesh.dp_size + mesh.dp_rank
-            model_engine.backward(model_engine(**part(batch_of(step), index, accumulation * mesh.dp_size)))
-            model_engine.step()
-        report = model_engine.last_report
-        assert report is not None
-        result.losses.append(report.loss if report.loss is not None else float("nan"))
-        result.norms.append(report.grad_norm if report.grad_norm is not None else float("nan"))
-    return result
+    return run_steps(model_engine, batch_of, steps, first)
 
 
 def finish(model_engine: engine.Engine, result: Result) -> Result:

@@ -13,6 +13,7 @@ import engine
 from engine.model.layer_drop import LayerDrop
 from tests.parity.compare import assert_equal_to
 from tests.parity.layer_drop_oracle import Drop, Recount, oracle_run, recount
+from tests.parity.one_bit_runs import KINDS, state_of, values_of
 from tests.parity.runs import Pieces, config_of, pieces_of, step_through, train
 from tests.parity.toy import Result, toy_model
 
@@ -105,6 +106,36 @@ def test_deepspeeds_scale_and_count(ranks: Any) -> None:
     assert reference.losses != expected(2, "fp32", 1)[0].losses
 
 
+SLICES = {"sp": {"sequence_parallel_size": 2}, "cp": {"parallel": {"context_parallel": 2}}}
+FEW, STEEP = {**SMALL, "num_blocks": 2}, Drop(theta=0.2, gamma=2.0)
+
+
+def run_on_slices(split: str) -> tuple[Result, Pieces, dict[str, Any]]:
+    config = case_config(1, "fp32", 2, STEEP, **SLICES[split])
+    model_engine, *_ = engine.initialize(model=toy_model(**FEW), config=config)
+    result = step_through(model_engine, STEPS)
+    counted = {"layers": model_engine.layers_skipped, "computed": model_engine.tokens_computed}
+    found = result, pieces_of(model_engine), counted
+    model_engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("split", SLICES)
+def test_on_slices_of_sequences(ranks: Any, split: str) -> None:
+    gates = [
+        [STEEP.gate(step, micro, layer, 2, step)[0] for layer in (1, 2)] for step in range(STEPS) for micro in (0, 1)
+    ]
+    assert [False, False] in gates, "no forward passes by all layers"
+    reference = oracle_run(
+        toy_model(**FEW), STEEP, steps=STEPS, num_parts=2, dp=1, optimizer="AdamW", params=DECAYS,
+    )  # fmt: skip
+    counted = recount(STEEP, steps=STEPS, num_layers=2, accumulation=2, dp=1)
+    by_rank = ranks(2).run(run_on_slices, split)
+    assert_equal_to(reference, by_rank)
+    for _, _, found in by_rank:
+        assert found == {"layers": counted.layers, "computed": counted.by_step[-1][1]}
+
+
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +165,48 @@ def test_a_resumed_run_draws_the_same_gates(ranks: Any, tmp_path: Path, stage: i
         assert losses == again
         assert (skipped, same) == (skipped_again, 1)
         assert skipped > 0
+
+
+# --- optimizers that send signs ------------------------------------------------------------------------------------
+
+
+def run_one_bit(kind: str) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """The master and the state of every parameter, before the first step and after each."""
+    params = {**KINDS[kind], "lr": 1e-3, "weight_decay": 0.1}
+    config = config_of(stage=0, optimizer={"type": kind, "params": params}, **DROP.section)
+    model_engine, *_ = engine.initialize(model=toy_model(**SMALL), config=config)
+    history = []
+    for step in range(-1, 12):
+        if step >= 0:
+            step_through(model_engine, 1, step)
+        values, state = values_of(model_engine), state_of(model_engine)
+        history.append({name: {"value": value, **state[name]} for name, value in values.items()})
+    model_engine.destroy()
+    return history
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_signs_move_only_the_layers_that_were_kept(ranks: Any, kind: str) -> None:
+    """0/1 Adam's ranks are apart until they synchronise, and then all moves that a layer made since."""
+    first, second = ranks(2).run(run_one_bit, kind)
+    num_left_out, num_together = 0, 0
+    for step in range(12):
+        kept = [DROP.gate(step, 0, layer, 4, step)[0] for layer in range(1, 5)]
+        before, after, others = first[step], first[step + 1], second[step + 1]
+        together = all(torch.equal(own[key], others[name][key]) for name, own in after.items() for key in own)
+        assert together or (kind == "ZeroOneAdam" and step >= 4)
+        num_together += step >= 4 and together
+        if kind == "ZeroOneAdam" and step >= 4 and together:
+            continue
+        num_left_out += (step >= 4) * kept.count(False)
+        for name, own in after.items():
+            _, _, layer = name.partition("blocks.")
+            moves = not layer or kept[int(layer[0])]
+            assert torch.equal(own["value"], before[name]["value"]) != moves, f"{name}, step {step}"
+            if not moves and (kind, step) != ("OneBitLamb", 4):  # which prepares all of its state when it switches
+                assert all(torch.equal(own[key], before[name][key]) for key in own), f"state of {name}, step {step}"
+    assert num_left_out > 0
+    assert num_together > 0
 
 
 # --- planted faults ------------------------------------------------------------------------------------------------

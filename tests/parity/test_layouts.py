@@ -19,6 +19,7 @@ import engine
 from tests.parity.runs import Pieces, assemble, pieces_of
 from tests.parity.small import GLOBAL_BATCH, VOCABULARY_SIZE, config_of, gpt, seeded
 from tests.parity.test_resume import moments_of
+from tests.parity.tiers import tiers
 from tests.parity.toy import toy_batch
 
 SAVED_AT, MORE_STEPS = 3, 2
@@ -33,7 +34,6 @@ LAYOUTS |= {
 }
 """Name -> ranks and `zero_optimization`. "mics": two replicas of a model that is cut in two (HSDP)."""
 
-PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS]
 QUICK = [
     ("stage0x1", "stage3x4"),
     ("stage0x2", "mics2of4"),
@@ -47,7 +47,29 @@ QUICK = [
     ("mics2of4", "stage3x2"),
     ("mics2of4", "stage2x3"),
     ("hpz2of4", "mics2of4"),
+    ("pp2", "stage0x1"),
+    ("stage2x2", "pp2x2sharded"),
+    ("pp2x2sharded", "pp3"),
+    ("pp3", "pp2x2"),
+    ("pp2x2", "stage3x2"),
+    ("stage3x4", "pp2"),
 ]
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pp2": {"stages": 2},
+    "pp3": {"stages": 3, "schedule": "gpipe"},
+    "pp2x2": {"stages": 2, "schedule": "zero_bubble"},
+    "pp2x2sharded": {"stages": 2, "partition": [1, 2]},
+}
+LAYOUTS |= {
+    "pp2": (2, {"stage": 0}),
+    "pp3": (3, {"stage": 0}),
+    "pp2x2": (4, {"stage": 1}),
+    "pp2x2sharded": (4, {"stage": 3}),
+}
+"""Pipelines, "x2": each stage on two data-parallel ranks."""
+PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS]
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
@@ -70,7 +92,7 @@ class Stumbling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = gpt()
+        self.inner = gpt(num_blocks=3)
         self.inner.position_embedding.weight.requires_grad_(False)
         self.temperature = nn.Parameter(torch.tensor(1.0))
         self.shift = nn.Parameter(torch.zeros(1, 1))
@@ -92,8 +114,10 @@ class Stumbling(nn.Module):
 def start(layout: str) -> tuple[engine.Engine, Numbered]:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}}
     world, zero = LAYOUTS[layout]
-    accumulation = 2 if world == 2 else 1
+    accumulation = 2 if world == 2 or layout in PIPELINES else 1
     config = config_of(zero["stage"], accumulation, scheduler=schedule)
+    if layout in PIPELINES:
+        config["pipeline"] = PIPELINES[layout]
     config["zero_optimization"] = {**zero, "stage3_prefetch_bucket_size": 1}
     data = Numbered()
     return engine.initialize(model=seeded(Stumbling), config=config, training_data=data)[0], data
@@ -166,12 +190,7 @@ def saved_under(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        pytest.param(
-            saved, loaded, id=f"{saved}-to-{loaded}", marks=[] if (saved, loaded) in QUICK else pytest.mark.slow
-        )
-        for saved, loaded in PAIRS
-    ],
+    [pytest.param(*pair, id="-to-".join(pair), marks=marks) for pair, marks in tiers(PAIRS, QUICK, slow_of=13)],
 )
 def test_layout_to_layout(ranks, saved_under, saved, loaded):
     folder, before = saved_under(saved)
@@ -184,7 +203,7 @@ def test_layout_to_layout(ranks, saved_under, saved, loaded):
     for rank in after:
         assert rank["counts"].items() <= counts.items()
         assert rank["buffers"].keys() == before[0]["buffers"].keys()
-        for name, buffer in before[0]["buffers"].items():
+        for name, buffer in before[-1]["buffers"].items():  # the last stage's forward runs through
             assert torch.equal(rank["buffers"][name], buffer), name
         assert (rank["lr"], rank["counters"]) == (before[0]["lr"], before[0]["counters"])
         assert rank["losses"] == pytest.approx(before[0]["losses"], rel=0, abs=1e-6)

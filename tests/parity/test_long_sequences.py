@@ -34,13 +34,14 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "split", "stage", "precision"), CELLS)
-def test_equal_to_one_process(ranks, kind, split, stage, precision):
+def test_equal_to_one_process(ranks, row, kind, split, stage, precision):
     """The labels count unevenly, and in one slice none does."""
+    row(split, f"stage {stage}", precision)
     num_parts, case = 2 * DP[split], "masked"
     config = config_of(stage=stage, precision=precision, accumulation=2, clip=0.5, **SPLITS[split])
     if precision == "bf16":
         config["optimizer"] = {"type": "SGD", "params": SGD}
-    by_rank = ranks(WORLD[split]).run(train_slices, kind, config, case)
+    by_rank = ranks(WORLD[split]).run(train_slices, kind, config, case, timeout=300)
     if precision == "fp32":
         expected = one_process(kind, case, steps=STEPS, num_parts=num_parts, clip=0.5)
         assert_equal_to(expected, by_rank)
@@ -67,7 +68,7 @@ def test_equal_to_one_process(ranks, kind, split, stage, precision):
 )
 def test_masks_of_hugging_face_models(ranks, kind, case, split):
     """Padding, packed documents, windows, and a model that looks to both sides."""
-    by_rank = ranks(2).run(train_slices, kind, config_of(stage=1, **SPLITS[split]), case)
+    by_rank = ranks(2).run(train_slices, kind, config_of(stage=1, **SPLITS[split]), case, timeout=300)
     assert_equal_to(one_process(kind, case, steps=STEPS), by_rank)
 
 
@@ -75,7 +76,7 @@ def test_masks_of_hugging_face_models(ranks, kind, case, split):
 @pytest.mark.parametrize("split", ["sp2", "cp2"])
 def test_activation_checkpointing_runs_attention_again(ranks, split):
     config = config_of(stage=1, **SPLITS[split])
-    by_rank = ranks(2).run(train_slices, "llama", config, "masked", prepare="checkpointing")
+    by_rank = ranks(2).run(train_slices, "llama", config, "masked", prepare="checkpointing", timeout=300)
     assert_equal_to(one_process("llama", "masked", steps=STEPS), by_rank)
 
 
@@ -85,7 +86,7 @@ def test_beside_tensor_parallelism(ranks, split):
     """dp 2 x tp 2 x (sp 2 or cp 2): the axes know nothing of each other."""
     config = config_of(stage=2, clip=0.5, tensor_parallel={"size": 2}, **SPLITS[split])
     expected = one_process("toy", "masked", steps=STEPS, num_parts=2, clip=0.5)
-    for found, _, facts in ranks(8).run(train_slices, "toy", config, "masked"):
+    for found, _, facts in ranks(8).run(train_slices, "toy", config, "masked", timeout=300):
         assert found.losses == pytest.approx(expected.losses, abs=1e-5)
         assert found.norms == pytest.approx(expected.norms, rel=1e-5)
         assert facts["tokens"] == STEPS * GLOBAL_BATCH * SEQUENCE_LENGTH

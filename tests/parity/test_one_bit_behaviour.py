@@ -339,3 +339,43 @@ def test_it_learns_as_adam_does_and_only_with_error_feedback(ranks):
     blind = run("OneBitAdam", {"freeze_step": 60}, False)[0]
     assert one_bit < 1.02 * adam
     assert blind > 1.03 * one_bit
+
+
+# --- whole state while ranks are apart ---------------------------------------------------------------------------
+
+
+def edited_while_apart(how: str) -> dict[str, Any]:
+    """0/1 Adam stops 2 steps after a synchronisation; then a bias is read and set, and two more steps are taken."""
+    rounds = {"var_freeze_step": 2, "var_update_scaler": 8, "local_step_scaler": 1, "local_step_clipper": 8}
+    model_engine = start(config_of("ZeroOneAdam", {**rounds, "lr": 1e-3}))
+    for step in range(6):
+        window(model_engine, step)
+    name = "layers.0.bias"
+    found: dict[str, Any] = {"apart": inner_of(model_engine).flats[0].is_apart}
+    if how == "set_full_parameters":
+        found["read"] = model_engine.full_parameters()[name]
+        found["moment"] = model_engine.full_optimizer_state(name, "exp_avg")
+    value = torch.full((13,), 5.0)
+    if how == "load_state_dict":
+        model_engine.module.load_state_dict({**model_engine.module.state_dict(), name: value})
+    elif how == "set_full_parameters":
+        model_engine.set_full_parameters({name: value})
+    else:
+        with engine.full_state.gathered(model_engine.module.get_parameter(name), modifier_rank=1) as (inside,):
+            if model_engine.mesh.rank == 1:
+                inside.data.fill_(5.0)
+    for step in range(6, 8):
+        window(model_engine, step)
+    found["after"] = values_of(model_engine)[name]
+    model_engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("how", ["set_full_parameters", "load_state_dict", "gathered"])
+def test_whole_state_is_one_on_all_ranks_and_edits_hold_while_ranks_are_apart(ranks, how):
+    first, second = ranks(2).run(edited_while_apart, how, timeout=240)
+    assert first["apart"], "the ranks were together"
+    for key in first.keys() & {"read", "moment"}:
+        assert torch.equal(first[key], second[key]), key
+    for found in (first, second):
+        assert (found["after"] - 5.0).abs().max() < 0.1

@@ -76,36 +76,6 @@ def test_optimizers(ranks):
         assert_same(clipped, found["accumulating, clipped"])
 
 
-ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 3e-3, "eps": 1e-4, "freeze_step": 3}}
-
-
-def one_bit(tp: int) -> tuple[Result, list[Tensor]]:
-    config = config_of(0, 1, tensor_parallel={"size": tp}, optimizer=ONE_BIT)
-    make = functools.partial(Gated, vocabulary_size=20)
-    model_engine, *_ = engine.initialize(model=seeded(make), config=config)
-    result = Result()
-    mesh = model_engine.mesh
-    for step in range(6):
-        model_engine.backward(model_engine(**part(batch_of(step, 20), mesh.dp_rank, mesh.dp_size)))
-        model_engine.step()
-        result.losses.append(model_engine.last_report.loss)  # type: ignore[union-attr, arg-type]
-    copies = [p.detach().clone() for info, p in model_engine.parameter_registry.parameters() if info.cut is None]
-    return finish(model_engine, result), copies
-
-
-def test_one_bit(ranks):
-    (alone,) = ranks(1).run(one_bit, 1, timeout=240)
-    split = ranks(2).run(one_bit, 2, timeout=240)
-    for result, _ in split:  # one data-parallel rank: nothing is compressed
-        for name, value in alone[0].parameters.items():
-            assert (result.parameters[name] - value).abs().max() <= 1e-5, name
-    compressed = ranks(4).run(one_bit, 2, timeout=240)
-    for result, copies in compressed:
-        assert result.losses[:4] == pytest.approx(alone[0].losses[:4], abs=1e-5)  # the variance is frozen after 3
-        assert result.losses == pytest.approx(alone[0].losses, abs=0.3)  # signs of two halves of the batch
-        assert all(torch.equal(mine, first) for mine, first in zip(copies, compressed[0][1], strict=True))
-
-
 # --- whole state ---------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,12 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stage1xtp3": (3, 3, {"stage": 1}),
 }
 """Name -> ranks, tp and `zero_optimization`. 21 rows of the vocabulary are 11 and 10, 7 each, or 6, 6, 6 and 3."""
+STAGED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "stage0xpp2xtp2": (4, 2, {"stage": 0}),
+    "stage3xpp2xdp2xtp2": (8, 2, {"stage": 3}),
+}
+"""In two pipeline stages of one block each."""
+LAYOUTS |= STAGED
 
 QUICK = [
     ("stage0x1", "stage3xdp2xtp2"),
@@ -39,6 +45,9 @@ QUICK = [
     ("stage3x2", "stage1xtp3"),
     ("stage1xtp3", "stage1xdp2xtp2"),
     ("stage1xdp2xtp2", "stage0x1"),
+    ("stage0xpp2xtp2", "stage2xdp2xtp2"),
+    ("stage0xtp4", "stage3xpp2xdp2xtp2"),
+    ("stage3xpp2xdp2xtp2", "stage0xpp2xtp2"),
 ]
 PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS if LAYOUTS[saved][1] * LAYOUTS[loaded][1] > 1]
 
@@ -56,7 +65,8 @@ def whole_state(model_engine: Any) -> dict[str, Any]:
 
 def begin(layout: str) -> Any:
     _, tp, zero = LAYOUTS[layout]
-    return start(tp, zero["stage"], zero=zero)
+    staged: dict[str, Any] = {"pipeline": {"stages": 2}, "accumulation": 2} if layout in STAGED else {}
+    return start(tp, zero["stage"], zero=zero, **staged)
 
 
 def save_once(layout: str, folder: Path) -> dict[str, Any]:

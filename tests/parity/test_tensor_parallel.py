@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.compare import LOSSES, NORMS, PARAMETERS
+from tests.parity.compare import LOSSES, NORMS, PARAMETERS, assert_close
 from tests.parity.runs import config_of
 from tests.parity.split_models import MODELS, SplitRun, train_split
 from tests.parity.tiers import tiers
@@ -42,12 +42,7 @@ def assert_equal_to(
             assert torch.equal(rank.copies[name], value), f"ranks hold different {name}"
         for name, value in first.result.parameters.items():
             assert torch.equal(rank.result.parameters[name], value), f"ranks see different {name}"
-    assert first.result.losses == pytest.approx(expected.losses, rel=0, abs=losses)
-    assert first.result.norms == pytest.approx(expected.norms, rel=norms)
-    assert first.result.parameters.keys() == expected.parameters.keys()
-    for name, value in expected.parameters.items():
-        difference = (first.result.parameters[name] - value).abs().max().item()
-        assert difference <= parameters, f"{name} is off by {difference:.2e}"
+    assert_close(expected, first.result, losses=losses, parameters=parameters, norms=norms)
 
 
 @functools.cache
@@ -118,7 +113,8 @@ QUICK = {
     ("model", "mesh", "stage", "precision"),
     [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks) for cell, marks in tiers(CELLS, QUICK, slow_of=7)],
 )
-def test_equal_to_one_process(ranks, model, mesh, stage, precision):
+def test_equal_to_one_process(ranks, row, model, mesh, stage, precision):
+    row(mesh, f"stage {stage}", precision)
     run(ranks, model, mesh, stage, precision, accumulation=2 if stage == 1 else 1)
 
 

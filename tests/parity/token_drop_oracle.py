@@ -75,7 +75,7 @@ class GptOracle(nn.Module):
         rows = []
         for sample in range(len(x)):
             positions = self.now.kept(layer, sample, x.shape[1])
-            computed = dict(zip(positions, _gpt_block(block, x[sample], positions), strict=True))
+            computed = dict(zip(positions, gpt_block(block, x[sample], positions), strict=True))
             rows.append(torch.stack([computed.get(at, x[sample, at]) for at in range(x.shape[1])]))
         return torch.stack(rows)
 
@@ -86,7 +86,7 @@ class GptOracle(nn.Module):
         return batch
 
 
-def _gpt_block(block: nn.Module, x: Tensor, positions: list[int]) -> Tensor:
+def gpt_block(block: nn.Module, x: Tensor, positions: list[int]) -> Tensor:
     """(tokens, width) -> the rows of ``positions``, which see those of them that are not behind."""
     x = x[positions]
     position = torch.tensor(positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from engine.mesh import Mesh
 from engine.model.blocks import find_blocks
 from engine.model.tensor_parallel.find import find_plan
 from engine.plan import Degrees
-from tests.parity.split_models import step_through
+from tests.parity.runs import step_through
+from tests.parity.small import seeded
 from tests.parity.toy import SEQUENCE_LENGTH, VOCABULARY_SIZE, Result, toy_model
 
 
@@ -108,12 +110,6 @@ class Pointwise(nn.Module):
         return self.norm(self.convolution(x.transpose(1, 2)).transpose(1, 2))
 
 
-def _seeded(make: Callable[..., nn.Module], **arguments: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make(**arguments)
-
-
 def unplanned(name: str, **changes: Any) -> nn.Module:
     makers: dict[str, Callable[..., nn.Module]] = {
         "example": toy_model,
@@ -122,7 +118,7 @@ def unplanned(name: str, **changes: Any) -> nn.Module:
         "alone": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
     }
     if name in makers:
-        return _seeded(makers[name], **changes)
+        return seeded(functools.partial(makers[name], **changes))
     return WithLoss(hugging_face(name, **changes))
 
 

@@ -106,7 +106,7 @@ def test_slices_of_sequences_divide_activations_alone(make_plan: MakePlan, path:
     assert sliced.activations.kept == pytest.approx(whole.activations.kept / 2, abs=4)
     calls = {(c.axis, c.operation): c.calls for c in sliced.collectives if c.axis == axis}
     # of 4 attentions and 3 micro-batches: two exchanges each way; or keys and values on, on again, and gradients twice
-    expected = {"all_to_all": 4 * 3 * 4} if axis == "sp" else {"rotate": 4 * 3 * 2}
+    expected = {"all_to_all": 4 * 3 * 4} if axis == "sp" else {"send": 4 * 3 * 2}
     assert {operation: calls[axis, operation] for operation in expected} == expected
     assert calls[axis, "all_reduce"] == 3
 
@@ -202,3 +202,72 @@ def test_a_model_that_needs_memory_is_refused_by_name(tmp_path: Path, capsys: py
     assert "building build failed" in told
     assert "--no-model leaves it aside" in told
     assert main(["plan", str(tmp_path / "config.json"), "--no-model"]) == 0
+
+
+GPT = {
+    "target": "../gpt_text/model.py:GPT",
+    "args": {"vocabulary_size": 30, "num_blocks": 2, "width": 12, "num_heads": 3, "sequence_length": 8},
+}
+POINTWISE = """
+import torch
+
+class Pointwise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, input_ids, labels):
+        return (input_ids[..., None] * self.scale).sum()
+"""
+
+
+def columns_and(**others: str) -> dict[str, Any]:
+    return {"size": 3, "plan": {"*.mlp_in": "column", **{f"*.{name}": style for name, style in others.items()}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "said"),
+    [
+        ({"tensor_parallel.size": 2}, 3, "does not divide the ranks of world size 3 (--world): 3 = 1 x 2 + 1"),
+        ({"tensor_parallel.size": 2}, 3, "start 2 or 4 ranks, or set tensor_parallel.size to 1 or 3"),
+        ({"tensor_parallel.size": 2}, 2, "2 ranks cannot share 3 attention heads: 3 = 1 x 2 + 1"),
+        ({"tensor_parallel.size": 2}, 2, "set tensor_parallel.size to 1 or 3"),
+        ({"sequence_parallel_size": 2}, 2, "2 ranks cannot share the 3 attention heads: 3 = 1 x 2 + 1"),
+        ({"sequence_parallel_size": 2}, 2, "set 1 or 3, or use parallel.context_parallel"),
+        (
+            {"tensor_parallel": columns_and(mlp_inn="row")},
+            3,
+            '"*.mlp_inn" matches no module of GPT; did you mean "*.mlp_in"',
+        ),
+        ({"tensor_parallel": columns_and(**{"0.mlp_in": "row"})}, 3, '"*.mlp_in" cuts blocks.0.mlp_in as column'),
+        ({"tensor_parallel": columns_and(**{"0.mlp_in": "row"})}, 3, "let one pattern match it"),
+        ({"tensor_parallel": {"size": 3, "plan": {"*.mlp_in": "replicate"}}}, 3, "there is nothing to cut in GPT"),
+        ({"tensor_parallel.size": 2, "model": "Pointwise"}, 2, "there is nothing to cut in Pointwise"),
+        (
+            {"sequence_parallel_size": 3},
+            3,
+            "8 tokens cannot be cut into slices, sequence_parallel_size 3: 8 = 2 x 3 + 2",
+        ),
+        ({"sequence_parallel_size": 3}, 3, "set 6 or 9"),
+        ({"parallel.context_parallel": 3}, 3, "in two chunks a rank: 8 = 1 x 6 + 2"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_arithmetic(
+    changes: dict[str, Any], world: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.py").write_text(POINTWISE)
+    changes = {"model": GPT, "data.sequence_length": 8, "train_batch_size": 6 * world} | changes
+    if changes["model"] == "Pointwise":
+        changes["model"] = {"target": f"{tmp_path / 'odd.py'}:Pointwise"}
+    arguments = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
+    assert main(["plan", str(PLANNING / "zero.json"), "--world", str(world), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nodes_are_crossed_by_the_groups_that_do_not_fit_one(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(PLANNING / "zero.json"), "--no-model", "--world", "12", "--set", "tensor_parallel.size=3"]
+    arguments += ["--set", "train_batch_size=12"]
+    assert main([*arguments, "--per-node", "8"]) == 0
+    assert "between nodes: 3 of 3 dp_replicate groups, 1 of 4 tp groups" in " ".join(capsys.readouterr().out.split())
+    assert main(arguments) == 0
+    assert "node" not in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, load_config
-from engine.plan import LayerDropPlan, World, explain, plan
+from engine.plan import LayerDropPlan, explain
 from tests.plan.conftest import BATCH, MakePlan, messages
 
 
@@ -46,16 +46,6 @@ def test_values_out_of_range_are_refused(name: str) -> None:
     (problem,) = caught.value.problems
     assert problem.path == f"progressive_layer_drop.{key}"
     assert allowed in problem.render()
-
-
-def test_a_pipeline_is_refused_by_name() -> None:
-    config = load_config({**BATCH, **section(), "pipeline": {"stages": 2}})
-    with pytest.raises(ConfigError) as caught:
-        plan(config, World(2, 2))
-    assert [p.path for p in caught.value.problems if "pipeline.stages" in p.message] == [
-        "progressive_layer_drop.enabled"
-    ]
-    plan(load_config({**BATCH, **section(), "pipeline": {"stages": 1}}))
 
 
 @pytest.mark.parametrize(

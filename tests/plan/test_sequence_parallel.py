@@ -9,6 +9,7 @@ import pytest
 from engine.config import ConfigError
 from engine.plan import ModelFacts
 from engine.plan.sequence_parallel import length_unit
+from engine.plan.tensor_parallel import SplitSizes
 from tests.plan.conftest import MakePlan, ProblemsOf
 
 ULYSSES = {"sequence_parallel_size": 2}
@@ -37,7 +38,7 @@ def test_the_length_of_the_data(problems_of: ProblemsOf) -> None:
 
 
 def test_heads(make_plan: MakePlan) -> None:
-    facts = ModelFacts(num_parameters=1, num_trainable_parameters=1, num_heads=6)
+    facts = ModelFacts(num_parameters=1, num_trainable_parameters=1, split_sizes=SplitSizes(num_heads=6))
     with pytest.raises(ConfigError) as caught:
         make_plan({"sequence_parallel_size": 4}, 4, facts)
     (problem,) = caught.value.problems

@@ -97,8 +97,8 @@ def test_deepspeeds_numbers_need_no_divisor(make_plan: MakePlan) -> None:
     assert made.schedule.deepspeed
 
 
-@pytest.mark.parametrize("axis", ["cp", "sp", "pp"])
-def test_sequences_and_layers_that_are_split_are_refused(axis: str) -> None:
+@pytest.mark.parametrize("axis", ["cp", "sp"])
+def test_sequences_that_are_split_are_refused(axis: str) -> None:
     config = load_config({**BATCH, **section()})
     findings = Findings(config)
     resolve_token_drop(config, Degrees(**{axis: 2}), None, findings)

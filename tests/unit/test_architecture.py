@@ -36,6 +36,7 @@ RUNGS = (
     "launch",
     "collectives",
     "contracts",
+    "saved_work",
     "parameters",
     "cut",
     "mesh",

@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 RUN_BY_CI = {f"make {target}" for target in re.findall(r"^make (\S+)", (REPOSITORY / ".ci/run").read_text(), re.M)}
-RUN_BY_HAND = {"make bench", "make bench-network", "make bench-onebit", "make matrix"}
+RUN_BY_HAND = {"make bench", "make bench-network", "make bench-onebit", "make composition", "make matrix"}
 SHELL_ONLY = {"source .venv/bin/activate"}
 """Changes the reader's shell; `make train` makes the file."""
 

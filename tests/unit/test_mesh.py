@@ -56,3 +56,14 @@ def test_groups_join_the_ranks_that_the_plan_prints(ranks: Any, cases: list[Degr
             assert of_shard in groups(sizes, ["pp", "cp", "sp", "tp"], order), "each copy of the model has one shard"
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             assert all(place["data"] == ("dp_replicate", "dp_shard") for place in places)
+
+
+def groups_of_two_meshes() -> tuple[bool, bool]:
+    """Whether two meshes laid out alike have the same group, and whether one laid out otherwise has another."""
+    first, second = (Mesh(Degrees(dp_shard=2, tp=2), torch.device("cpu")) for _ in range(2))
+    other = Mesh(Degrees(dp_shard=2, tp=2, placement="TPD"), torch.device("cpu"))
+    return first.group("tp") is second.group("tp"), first.group("tp") is not other.group("tp")
+
+
+def test_engines_laid_out_alike_share_their_groups(ranks: Any) -> None:
+    assert ranks(4).run(groups_of_two_meshes) == [(True, True)] * 4

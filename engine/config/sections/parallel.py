@@ -100,12 +100,31 @@ class PipelineSection(Section):
     ignored_by_deepspeed: ClassVar[bool] = True
     shorthand: ClassVar[str] = "stages"
     schema_rules: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"properties": {"partition": {"pattern": "^(best|uniform|parameters|type:.+)$"}}},
+        {
+            "properties": {
+                "partition": {
+                    "pattern": "^(best|uniform|parameters|time|type:.+)$",
+                    "minItems": 1,
+                    "items": {"minimum": 1},
+                }
+            }
+        },
     )
 
     stages: int | Literal["auto"] = Field("auto", description='Pipeline stages; "auto" and 1: off.')
-    partition: str = Field(
-        "best", description='How layers are dealt out: "uniform", "parameters", "type:regex", "best".'
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = Field(
+        "1f1b", description="The order of forwards and backwards."
+    )
+    partition: str | list[int] = Field(
+        "best",
+        description='How layers are dealt out: "parameters" (and "best"), "time" (measured), "uniform", "type:REGEX", '
+        "or the number of layers of each stage.",
+    )
+    micro_batches: int | None = Field(
+        None, ge=1, description="Micro-batches of a window on a rank; null: gradient_accumulation_steps."
+    )
+    virtual_stages: int | None = Field(
+        None, ge=1, description="Parts of the model on one rank; null: what the schedule needs."
     )
     seed_layers: bool = Field(False, description="Seed each layer by its number when it is built.")
     activation_checkpoint_interval: int = Field(0, ge=0, description="Layers per checkpoint; 0: none.")
@@ -114,13 +133,16 @@ class PipelineSection(Section):
     grad_partitioned: bool = Field(True, description="Send gradients in shards under tensor parallelism.")
 
     def faults(self) -> Iterator[Fault]:
+        allowed = '"uniform", "parameters", "best", "time", "type:REGEX" or a list of counts'
+        if not isinstance(self.partition, str):
+            if not self.partition or min(self.partition) < 1:
+                yield Fault("partition", f"{self.partition} leaves a stage without layers", "counts of at least 1")
+            return
         method, _, pattern = self.partition.partition(":")
         if method == "type" and pattern:
             yield from _pattern_faults("partition", pattern)
-        elif self.partition not in ("uniform", "parameters", "best"):
-            yield Fault(
-                "partition", f"{show(self.partition)} is unknown", '"uniform", "parameters", "best" or "type:REGEX"'
-            )
+        elif self.partition not in ("uniform", "parameters", "best", "time"):
+            yield Fault("partition", f"{show(self.partition)} is unknown", allowed)
 
 
 class ExpertParallelSection(Section):

@@ -54,12 +54,16 @@ class Interception:
             self._entering = False
 
     def check(self) -> None:
-        """After a forward on slices. Raises EngineError for blocks whose tokens met by none of the ways known here."""
+        """After a forward on slices. Raises EngineError for blocks whose tokens met by none of the ways known here.
+
+        A model that has blocks must have met once: later forwards may pass by all of them (layer drop).
+        """
         silent = [self._names[block] for block, is_silent in self._silent.items() if is_silent]
         self._silent.clear()
         kind = type(self._blocks[0]).__name__ if self._blocks else ""
         if self._num_calls and not silent:
-            self._num_calls = 0
+            if not self._blocks:
+                self._num_calls = 0
             return
         where = f"{', '.join(silent[:3])}{' ...' if len(silent) > 3 else ''} ({kind})" if silent else "the model"
         raise EngineError(

@@ -12,7 +12,6 @@ from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.config.messages import EngineError
 from engine.mesh import Mesh
-from engine.model.tensor_parallel.by_caller import adopt_split
 from engine.model.tensor_parallel.cuts import parameter_cuts, set_attributes
 from engine.model.tensor_parallel.forwards import split_forwards
 from engine.model.tensor_parallel.region import Region
@@ -24,24 +23,17 @@ def apply(
     model: nn.Module,
     registry: ParameterRegistry,
     blocks: Sequence[nn.Module],
-    plan: TensorPlan | None,
+    plan: TensorPlan,
     mesh: Mesh,
     ledger: Ledger,
     granularity: Literal["elementwise", "whole", "flat"] = "elementwise",
 ) -> None:
-    """Split ``model`` as ``plan`` says. One tp rank: nothing happens; nor to a model that its caller has split.
+    """Split ``model`` as ``plan`` says.
 
     Forwards are replaced and the registry told which part of each parameter is this rank's; the parameters themselves
     are cut when they are made real (engine/model/materialise.py). Raises EngineError for a plan that does not fit.
     """
     size, rank = mesh.degrees["tp"], mesh.coordinates["tp"]
-    if size == 1:
-        return
-    if mesh.split_by_caller:
-        adopt_split(model, registry, mesh, ledger, granularity)
-        return
-    if plan is None:
-        raise EngineError(f"tensor_parallel over {size} ranks: nothing says how {type(model).__name__} is split")
     if granularity == "whole":
         raise EngineError(
             "tensor_parallel: an optimizer that needs whole matrices (Muon, Adafactor, a class that is not known here) "

@@ -52,15 +52,6 @@ def adopt_split(
     registry.share(alike, group.size, group.rank)
 
 
-def refuse_checkpoint(mesh: Mesh, what: str) -> None:
-    """Raises EngineError where this rank's parts are of a split that the engine does not know."""
-    if mesh.split_by_caller:
-        raise EngineError(
-            f"{what}: the model is split by its caller (mpu), so how its parts make up whole parameters is not known "
-            "here; save and load engine.module.state_dict() on each model-parallel rank, under its rank in the name"
-        )
-
-
 def _is_part(parameter: nn.Parameter) -> bool:
     return any(bool(getattr(parameter, mark, False)) for mark in MARKS)
 

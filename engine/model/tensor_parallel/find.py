@@ -82,11 +82,11 @@ def find_plan(
     that the proof does not bear out, with the names it stumbled on; a model with nothing to cut.
     """
     size = mesh.degrees["tp"]
-    given = _together(mesh, "reading the plan", lambda: _given(model, settings, locate))
+    given = _together(mesh, "reading the plan", lambda: given_plan(model, settings, locate))
     if given is not None and given.splits:
         written = TensorPlan(given.splits, given.attributes or {})
         _together(mesh, "reading the plan", lambda: parameter_cuts(model, ParameterRegistry(model), written, size, 0))
-    if given is None or (given.origin == "model" and not _gathers(model, given)):
+    if heads_must_divide(model, given):
         sizes = split_sizes(model, blocks)
         if problems := split_problems(sizes, size):
             raise EngineError(refusal.sizes(problems))
@@ -104,7 +104,7 @@ def find_plan(
     return Found(plan, tuple(describe(model, plan, kinds, size, given.notes if given else ())))
 
 
-def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Written | None:
+def given_plan(model: nn.Module, settings: TensorParallelSection | None, locate: Locate) -> Written | None:
     """The written plan with the first claim: of the JSON, else of the model; None where neither has one.
 
     A model's own is its attribute ``tensor_plan`` (a `TensorPlan`), else what transformers' models carry.
@@ -125,10 +125,14 @@ def _given(model: nn.Module, settings: TensorParallelSection | None, locate: Loc
     return read_model_plan(model, own) if own else None
 
 
-def _gathers(model: nn.Module, given: Written) -> bool:
-    """Whether a plan makes outputs whole again inside the blocks, where heads need not divide then."""
+def heads_must_divide(model: nn.Module, given: Written | None) -> bool:
+    """Not with a plan of the JSON, which may leave attention whole, nor with one of the model's that makes outputs
+    whole again inside the blocks."""
+    if given is None:
+        return True
     outer = find_vocabulary(model, ())
-    return any(split.gather_output for name, split in given.splits.items() if name not in outer)
+    gathers = any(split.gather_output for name, split in given.splits.items() if name not in outer)
+    return given.origin == "model" and not gathers
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from engine.config.messages import EngineError
+from engine.config.sections.parallel import TensorParallelSection
 from engine.mesh import Mesh
 from engine.model.tensor_parallel.find import find_plan
 from engine.model.tensor_parallel.json_plan import sequence_names
@@ -28,19 +29,14 @@ def tensor_plan_of(
     mesh: Mesh,
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
-) -> TensorPlan | None:
-    """None on one tp rank, and for a model that its caller has split.
-
-    Rank 0 tells the plan: as a warning where nobody wrote it, else as information.
+) -> TensorPlan:
+    """How ``model`` is split; rank 0 tells the plan: as a warning where nobody wrote it, else as information.
 
     A model may bring a `TensorPlan` of its own as ``model.tensor_plan``; it counts where the JSON writes none, and its
     author is taken at their word. Raises EngineError as `find_plan` does, the same on all ranks.
     """
-    if mesh.degrees["tp"] == 1 or mesh.split_by_caller:
-        return None
     settings = plan.config.tensor_parallel
-    own = getattr(model, "tensor_plan", None)
-    if isinstance(own, TensorPlan) and not (settings is not None and (settings.plan or settings.partition_config)):
+    if own := own_tensor_plan(model, settings):
         _check_sequence(own, plan)
         return own
     sample = first_samples(training_data, collate_fn)
@@ -53,8 +49,20 @@ def tensor_plan_of(
     return replace(found.plan, sequence=sequence)
 
 
+def own_tensor_plan(model: nn.Module, settings: TensorParallelSection | None) -> TensorPlan | None:
+    """``model.tensor_plan`` where it counts."""
+    own = getattr(model, "tensor_plan", None)
+    is_written = settings is not None and (settings.plan or settings.partition_config)
+    return own if isinstance(own, TensorPlan) and not is_written else None
+
+
 def _check_sequence(tensor_plan: TensorPlan, plan: Plan) -> None:
     """What the plan of the config checks of a tensor plan that stands in it, for one that the model brings."""
+    if tensor_plan.sequence and plan.pipeline is not None:
+        raise EngineError(
+            "model.tensor_plan: norms on shards of the sequence hand shards to the next block, and under "
+            f"pipeline.stages {plan.degrees.pp} hidden states travel whole; leave the norms out of the plan"
+        )
     if tensor_plan.sequence and (others := cutting_blocks_out(plan.config)):
         raise EngineError(
             f"model.tensor_plan: norms on shards of the sequence need every block on all tokens, and {others[0]} "

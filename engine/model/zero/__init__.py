@@ -49,13 +49,17 @@ class Zero:
 def apply(
     model: nn.Module,
     registry: ParameterRegistry,
-    blocks: Sequence[nn.Module],
+    runs: Sequence[Sequence[nn.Module]],
     plan: Plan,
     mesh: Mesh,
     ledger: Ledger,
     granularity: Granularity,
 ) -> Zero:
-    """Fill, place, cast and shard ``model`` in place. On one data-parallel rank every stage is the same thing."""
+    """Fill, place, cast and shard ``model`` in place. On one data-parallel rank every stage is the same thing.
+
+    ``runs``: the repeated blocks, those of each pipeline stage on this rank apart. Under a pipeline gradients are
+    reduced once in a window, whatever the stage.
+    """
     note_own_statistics(model, mesh)
     shard_group = ShardGroup.of(mesh, "dp_shard", ledger)
     replicate_group = ShardGroup.of(mesh, "dp_replicate", ledger)
@@ -70,11 +74,12 @@ def apply(
             f"a 1-bit optimizer cannot train at stage {plan.zero.stage}: every rank needs the whole variance and its "
             "own errors to apply a momentum that travelled as signs; set zero_optimization.stage to 0"
         )
-    first_replica = replicate_group.rank == 0
+    first_replica, pipelined = replicate_group.rank == 0, plan.pipeline is not None
     sharded = plan.zero.stage == 3 and shard_group.size > 1
     dtype_of = master_dtype if sharded else lambda dtype: dtype
     num_meta = float(sum(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
     sums = torch.tensor([num_meta, num_meta**2], dtype=torch.float64, device=mesh.device)
+    blocks = [block for run in runs for block in run]
     tensor_group.sum(replicate_group.sum(shard_group.sum(sums)))
     num_ranks = mesh.token_size * tensor_group.size
     same_everywhere = bool(sums[0] ** 2 == sums[1] * num_ranks)  # no rank differs from another
@@ -89,16 +94,17 @@ def apply(
         same_everywhere,
         broadcast_whole=tensor_group.broadcast,
     )
-    managed = [info for info in registry.infos if info.group is not None]
+    managed = [info for info in registry.held() if info.group is not None]
     indices = {info.index for info in managed}
     if sharded:
         precision = _uniform(registry, plan.precision)
-        shard_model(model, blocks, plan.zero, precision, mesh, shard_group, replicate_group, materialise)
+        stage_3 = replace(plan.zero, reshard_after_forward=False) if pipelined else plan.zero
+        shard_model(model, runs, stage_3, precision, mesh, shard_group, replicate_group, materialise)
         registry.refresh(model)
         cast_buffers(model, plan.precision)
         kind = OwnedParametersReduction if granularity == "whole" else FullyShardedReduction
         rows = [info for info in managed if is_cut(info.shape)]
-        sharding = kind(model, registry, rows, plan.zero, mesh, shard_group)
+        sharding = kind(model, registry, rows, plan.zero, mesh, shard_group, whole_windows=pipelined)
         scalars = [
             (info, parameter) for info, parameter in registry.parameters() if info.index in indices and not info.shape
         ]
@@ -109,7 +115,16 @@ def apply(
         if not scalars:
             return Zero(sharding, frozen_rows, first_replica)
         whole = replace(plan.zero, stage=1, bucket_elements=len(scalars))
-        buckets = build_buckets(scalars, whole, precision, "elementwise", shard_group, replicate_group, mesh.dp_size)
+        buckets = build_buckets(
+            scalars,
+            whole,
+            precision,
+            "elementwise",
+            shard_group,
+            replicate_group,
+            mesh.dp_size,
+            registry.shared(),
+        )
         return Zero(ShardedWithScalars(sharding, buckets), frozen_rows, first_replica)
 
     if tensor_group.size > 1:
@@ -124,8 +139,16 @@ def apply(
         parameter.data = parameter.data.to(compute_dtype(parameter.dtype, plan.precision))
         frozen.append(ParameterShard(info, parameter, 0, info.numel, on_every_rank=True))
     cast_buffers(model, plan.precision)
+    zero = replace(plan.zero, stage=min(plan.zero.stage, 1)) if pipelined else plan.zero
     reduction = build_buckets(
-        trained, plan.zero, plan.precision, granularity, shard_group, replicate_group, mesh.dp_size
+        trained,
+        zero,
+        plan.precision,
+        granularity,
+        shard_group,
+        replicate_group,
+        mesh.dp_size,
+        registry.shared(),
     )
     return Zero(reduction, frozen, first_replica)
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.collectives.shards import Pending, ShardGroup
 from engine.model.zero.arrivals import Arrivals, weakly
@@ -64,11 +64,15 @@ class BucketReduction(Arrivals):
         self._num_rounds = 0
         self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Pending]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        take = weakly(self._take)
-        self._hooks = [
-            member.parameter.register_post_accumulate_grad_hook(functools.partial(take, bucket_at, member_at))
+        self._place_of = {
+            member.parameter: (bucket_at, member_at)
             for bucket_at, bucket in enumerate(self.buckets)
             for member_at, member in enumerate(bucket.members)
+        }
+        take = weakly(self._take)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(take, *place))
+            for parameter, place in self._place_of.items()
         ]
         self.shards = [shard for bucket in self.buckets for shard, _ in bucket.shards]
         self._start_round()
@@ -98,6 +102,11 @@ class BucketReduction(Arrivals):
             self._deposit(bucket)
             if self._reducing and self._overlaps:
                 self._advance()
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter in self._place_of:
+                self._take(*self._place_of[parameter], parameter)
 
     @torch.no_grad()
     def _deposit(self, bucket: Bucket) -> None:
@@ -249,7 +258,7 @@ class BucketReduction(Arrivals):
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device if self.buckets else None)
         for bucket in self.buckets:
             assert bucket.result is not None
-            total += sum_of_squares(bucket.result, exact) / bucket.num_copies
+            total.add_(sum_of_squares(bucket.result, exact), alpha=1.0 / bucket.num_copies)
         return total / self.replicate_group.size
 
     def first_nonfinite(self) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,14 @@ from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
 from engine.plan.cuts import group_runs, is_cut, row_range
-from engine.torch_compat import foreach_norm
+from engine.torch_compat import foreach_norm, reduce_fully_sharded
 
 log = logging.getLogger("engine")
 
 
 def shard_model(
     model: nn.Module,
-    blocks: Sequence[nn.Module],
+    runs: Sequence[Sequence[nn.Module]],
     zero: ZeroPlan,
     precision: PrecisionPlan,
     mesh: Mesh,
@@ -42,7 +42,7 @@ def shard_model(
     replicate_group: ShardGroup,
     prepare: Callable[[Sequence[nn.Module]], None],
 ) -> None:
-    """Apply `fully_shard` to groups of consecutive ``blocks`` and to the rest of ``model``.
+    """Apply `fully_shard` to groups of consecutive blocks within each of ``runs`` and to the rest of ``model``.
 
     Consecutive blocks share a group until it holds ``zero.group_elements`` elements. Before a group is cut,
     ``prepare(modules)`` makes its values real and equal on all ranks, so that no rank ever holds the whole model.
@@ -58,7 +58,9 @@ def shard_model(
     )
     arguments = {"mesh": mesh.device_mesh("dp_replicate", "dp_shard"), "mp_policy": policy}
     group_of: dict[nn.Module, Sequence[nn.Module]] = {}
-    for group in group_blocks(alone(model, blocks), zero.group_elements):
+    separate = set(alone(model, [block for run in runs for block in run]))
+    groups = [g for run in runs for g in group_blocks([b for b in run if b in separate], zero.group_elements)]
+    for group in groups:
         prepare(group)
         group_of |= dict.fromkeys(group, group)
         whole = [p for block in group for p in block.parameters() if is_cut(p.shape)]
@@ -122,7 +124,10 @@ def group_blocks(blocks: Sequence[nn.Module], group_elements: int) -> list[list[
 
 
 class FullyShardedReduction(Arrivals):
-    """The `Reduction` role of stage 3: FSDP2 reduces in every backward, this class reads the result."""
+    """The `Reduction` role of stage 3: FSDP2 reduces in every backward, this class reads the result.
+
+    ``whole_windows``: it reduces once, in `finish`, and parameters stay gathered from their first use to there.
+    """
 
     def __init__(
         self,
@@ -132,18 +137,24 @@ class FullyShardedReduction(Arrivals):
         zero: ZeroPlan,
         mesh: Mesh,
         shard_group: ShardGroup,
+        whole_windows: bool = False,
     ) -> None:
         super().__init__()
+        self._root: FSDPModule = model  # type: ignore[assignment]
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._whole_windows = whole_windows
+        if whole_windows:
+            self._reduce_in_backward(False)
         self._replicas = mesh.degrees["dp_replicate"]
         self.divisor = mesh.dp_size / zero.predivide_factor if zero.reduce_op == "mean" else 1.0 / zero.predivide_factor
         self._device = mesh.device
         self._group = shard_group
-        sharded = dict(model.named_parameters())
-        self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.name]) for info in managed]
+        sharded = registry.objects_in(model)
+        self.parameters: list[tuple[ParameterInfo, nn.Parameter]] = [(info, sharded[info.index]) for info in managed]
         self.shards = row_shards(model, registry, mesh, {info.index for info in managed}, complement=False)
-        self._local = [(shard, sharded[shard.info.name]) for shard in self.shards]
+        self._local = [(shard, sharded[shard.info.index]) for shard in self.shards]
         self._used: set[int] = set()
+        self._noted: dict[Tensor, int] = {}
         self._note = weakly(self._note_use)
         self._hooks: list[RemovableHandle] = [model.register_forward_hook(weakly(self._let_go))]
         for name, module in model.named_modules():
@@ -168,6 +179,7 @@ class FullyShardedReduction(Arrivals):
                 info = registry.by_name.get(registry.aliases.get(prefix + name, prefix + name))
                 if info is not None and info.group is not None and info.shape and not isinstance(parameter, DTensor):
                     note = functools.partial(self._note, info.index)
+                    self._noted[parameter] = info.index
                     is_frozen = not parameter.requires_grad  # since initialize, perhaps not for long
                     parameter.requires_grad_(True)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
@@ -181,6 +193,21 @@ class FullyShardedReduction(Arrivals):
         if parameter.grad is not None:
             self._note_arrival(index, parameter.grad)
 
+    def _reduce_in_backward(self, does: bool) -> None:
+        self._root.set_is_last_backward(does)
+        self._root.set_reshard_after_backward(does)
+        self._root.set_requires_gradient_sync(does)
+
+    def _reduce_at_once(self) -> None:
+        self._reduce_in_backward(True)
+        reduce_fully_sharded(self._root)  # type: ignore[arg-type]
+        self._reduce_in_backward(False)
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter in self._noted:
+                self._note_use(self._noted[parameter], parameter)
+
     def begin_backward(self, last: bool) -> None:
         pass  # FSDP2 reduces in every backward
 
@@ -188,6 +215,8 @@ class FullyShardedReduction(Arrivals):
         pass
 
     def finish(self) -> None:
+        if self._whole_windows:
+            self._reduce_at_once()
         for shard, parameter in self._local:
             gradient = parameter.grad
             if gradient is None:
@@ -206,10 +235,10 @@ class FullyShardedReduction(Arrivals):
         for num_copies, alike in gradients.items():
             few = [gradient for gradient in alike if gradient.numel() <= MAX_NUMEL_OF_ONE_SUM and not exact]
             if few:  # one kernel call for all biases and norms
-                total += torch.stack(foreach_norm(few)).double().square().sum() / num_copies
+                total.add_(torch.stack(foreach_norm(few)).double().square().sum(), alpha=1.0 / num_copies)
             for gradient in alike:
                 if exact or gradient.numel() > MAX_NUMEL_OF_ONE_SUM:
-                    total += sum_of_squares(gradient, exact) / num_copies
+                    total.add_(sum_of_squares(gradient, exact), alpha=1.0 / num_copies)
         return total / self._replicas
 
     def first_nonfinite(self) -> int | None:
@@ -263,12 +292,12 @@ def row_shards(
 ) -> list[ParameterShard]:
     """This rank's rows of the parameters outside (or, without ``complement``, inside) ``indices``."""
     rank, size = mesh.shard_rank, mesh.shard_size
-    sharded = dict(model.named_parameters())
+    sharded = registry.objects_in(model)
     shards = []
-    for info in registry.infos:
+    for info in registry.held():
         start, stop = row_range(info.shape, rank, size) if info.shape else (0, 1)
         if start < stop and (info.index in indices) != complement:
-            local = nn.Parameter(local_part(sharded[info.name]), requires_grad=info.trainable)
+            local = nn.Parameter(local_part(sharded[info.index]), requires_grad=info.trainable)
             shards.append(ParameterShard(info, local, start, stop, on_every_rank=not info.shape))
     return shards
 

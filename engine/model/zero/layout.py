@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,10 +12,10 @@ from engine.collectives.shards import ShardGroup
 from engine.model.zero.bucket import Bucket, Member
 from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.local_gradients import LocalGradients
-from engine.model.zero.shards import ParameterShard
+from engine.model.zero.shards import ParameterShard, owners_of
 from engine.parameters import ParameterInfo
 from engine.plan import PrecisionPlan, ZeroPlan
-from engine.plan.cuts import assign_owners, owner_bounds, padded, runs
+from engine.plan.cuts import owner_bounds, padded, runs
 
 Granularity = Literal["elementwise", "whole", "flat"]
 """Whether the optimizer may step on any slice of a parameter, needs whole parameters, or steps on whole flat buckets of
@@ -43,6 +43,7 @@ def build_buckets(
     shard_group: ShardGroup,
     replicate_group: ShardGroup,
     dp_size: int,
+    shared: Mapping[int, tuple[int, ...]] | None = None,
 ) -> BucketReduction:
     """Move ``parameters`` into buckets (their ``.data`` become views) and return the role that owns them.
 
@@ -50,18 +51,27 @@ def build_buckets(
     parameters, balanced by size. With ``flat`` no bucket holds parameters of two groups. Where layers are split over
     tp ranks, what all of them hold alike lies in buckets of its own: it counts once in the norm, and no tp rank's own
     values may touch it. ``dp_size``: the ranks over which gradients are averaged; over the slices of a sequence they
-    are summed.
+    are summed. ``shared``: registry index -> the pipeline ranks that hold the parameter; those of one set of ranks have
+    buckets of their own too, the same on each.
     """
-    owners = [0] * len(parameters)
+    with_others = shared or {}
+    owner_of = dict.fromkeys((info.index for info, _ in parameters), 0)
     if granularity == "whole":
-        owners = assign_owners([info.numel for info, _ in parameters], shard_group.size)
-    owner_of = {info.index: owner for (info, _), owner in zip(parameters, owners, strict=True)}
+        owner_of = owners_of([info for info, _ in parameters], with_others, shard_group.size)
     buckets = []
     limit = sum(info.numel for info, _ in parameters) if zero.whole_groups else zero.bucket_elements
     by_group = granularity == "flat"
     ordered = list(reversed(parameters))
-    ordered.sort(key=lambda item: ((item[0].group or 0) if by_group else 0, item[0].num_copies))
-    kinds = [(i.numel, (i.dtype, i.num_copies, i.group if by_group else None)) for i, _ in ordered]
+    ordered.sort(
+        key=lambda item: (
+            (item[0].group or 0) if by_group else 0,
+            item[0].num_copies,
+            with_others.get(item[0].index, ()),
+        )
+    )
+    kinds = [
+        (i.numel, (i.dtype, i.num_copies, i.group if by_group else None, with_others.get(i.index))) for i, _ in ordered
+    ]
     for positions in runs(kinds, limit):
         run = [ordered[position] for position in positions]
         if granularity == "whole":

@@ -3,8 +3,10 @@ on every rank, as at stage 1, beside the sharded rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.model.zero.buckets import BucketReduction
 from engine.model.zero.fully_sharded import FullyShardedReduction
@@ -26,6 +28,11 @@ class ShardedWithScalars:
     def end_backward(self) -> None:
         for part in self._parts:
             part.end_backward()
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        given = list(parameters)
+        for part in self._parts:
+            part.collect(given)
 
     def finish(self) -> None:
         for part in self._parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.checkpoint.boxes import flat_range_boxes
 from engine.contracts import Chunk
 from engine.parameters import ParameterInfo
+from engine.plan.cuts import assign_owners
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ class ParameterShard:
                 place = (*offsets[:at], start, *offsets[at + 1 :])
                 extents = (*sizes[:at], length, *sizes[at + 1 :])
                 yield Chunk(name, cut.global_shape, place, extents, values.narrow(at, first, length))
+
+
+def owners_of(infos: Sequence[ParameterInfo], shared: Mapping[int, tuple[int, ...]], num_ranks: int) -> dict[int, int]:
+    """Registry index -> owner, as `assign_owners`; what other pipeline ranks hold too (``shared``: which ranks) is
+    dealt out apart, so that its owners have the same place on each of them."""
+    owners: dict[int, int] = {}
+    for ranks in sorted({shared.get(info.index, ()) for info in infos}):
+        together = [info for info in infos if shared.get(info.index, ()) == ranks]
+        dealt = assign_owners([info.numel for info in together], num_ranks)
+        owners |= {info.index: owner for info, owner in zip(together, dealt, strict=True)}
+    return owners
 
 
 ROW = 1 << 10

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from engine.collectives.shards import ShardGroup
 from engine.mesh import Mesh
 from engine.model.zero.fully_sharded import FullyShardedReduction, local_part
-from engine.model.zero.shards import ParameterShard
+from engine.model.zero.shards import ParameterShard, owners_of
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import ZeroPlan
-from engine.plan.cuts import assign_owners, row_range
+from engine.plan.cuts import row_range
 
 
 class OwnedParametersReduction(FullyShardedReduction):
@@ -31,9 +31,11 @@ class OwnedParametersReduction(FullyShardedReduction):
         zero: ZeroPlan,
         mesh: Mesh,
         shard_group: ShardGroup,
+        whole_windows: bool = False,
     ) -> None:
-        super().__init__(model, registry, managed, zero, mesh, shard_group)
-        self._owners = assign_owners([info.numel for info in managed], self._group.size)
+        super().__init__(model, registry, managed, zero, mesh, shard_group, whole_windows)
+        owner_of = owners_of(managed, registry.shared(), self._group.size)
+        self._owners = [owner_of[info.index] for info in managed]
         values = self._to_owners([local_part(parameter) for _, parameter in self.parameters])
         self.shards = [
             ParameterShard(info, nn.Parameter(value), 0, info.numel)
@@ -44,6 +46,8 @@ class OwnedParametersReduction(FullyShardedReduction):
     @torch.no_grad()
     def finish(self) -> None:
         """Adds what has come since the last time: gradients may be asked for inside a window."""
+        if self._whole_windows:
+            self._reduce_at_once()
         present = [parameter.grad is not None for _, parameter in self.parameters]
         if not any(present):  # the same on all ranks: FSDP2 reduces on all or on none
             return

@@ -259,7 +259,7 @@ def test_what_has_no_effect_is_noted_where_it_asks_for_more(path: str, entry: tu
     why, harmless = entry
     other = {True: False, False: True, None: {"err_beta": 0.5} if "loco" in path else "2"}
     routing = "data_efficiency.data_routing.random_ltd.model_type"
-    unlike = {"model.tiny": {"width": 8}, routing: "encoder", **SMP_VALUES}
+    unlike = {"model.tiny": {"width": 8}, routing: "encoder", "pipeline.use_reentrant": False, **SMP_VALUES}
     for value in (*harmless, unlike[path] if path in unlike else other[harmless[0]] if harmless else 1):
         tree: Any = value
         for part in reversed(path.split(".")):

@@ -38,7 +38,7 @@ KEYS: dict[int, list[Case]] = {
     4: [
         Case({"disable_allgather": True}, VALID, "disable_allgather", "DeepSpeed does not read it either"),
         Case(zero(stage=2, allgather_partitions=False), VALID, "zero_optimization.allgather_partitions", "no effect"),
-        Case({"pipeline": {"stages": 4}}, LACKS, "pipeline.stages"),
+        Case({"pipeline": {"stages": 4}}, VALID, "pipeline.micro_batches", "cannot fill 4 stages", size=4),
         Case({"pipeline": {"seed_layers": True}}, VALID, "pipeline.seed_layers", "no effect"),
         Case({"data_efficiency": {"enabled": False}}, VALID, "data_efficiency.enabled", "only the switches inside"),
         Case({"sparse_attention": {"mode": "fixed"}}, LACKS, "sparse_attention"),
@@ -103,7 +103,9 @@ KEYS: dict[int, list[Case]] = {
         Case(zero(stage=2, zero_hpz_partition_size=2), INVALID, "zero_optimization.zero_hpz_partition_size", "stage 3"),
         Case(zero(stage=2, mics_shard_size=2), INVALID, "zero_optimization.mics_shard_size", "DeepSpeed ignores it"),
     ],
-    49: [Case({**zero(stage=2), "pipeline": {"stages": 2}}, LACKS, "pipeline.stages", size=2)],
+    49: [
+        Case({**zero(stage=2), "pipeline": {"stages": 2}}, VALID, "zero_optimization.stage", "gradients stay", size=4)
+    ],
     50: [
         Case({**zero(stage=1), "gradient_predivide_factor": 2.0}, VALID),
         Case(

@@ -19,7 +19,7 @@ import engine
 from engine.contracts import Place, SavedWork
 from engine.model.layer_drop import LayerDrop
 from engine.plan import LayerDropPlan
-from engine.plan.layer_drop import expected_depth, keep_probability, theta_at, theta_in
+from engine.plan.layer_drop import keep_probability, theta_at, theta_in
 from tests.parity.runs import config_of
 from tests.parity.test_precision import Poisoned
 from tests.parity.toy import toy_batch, toy_model
@@ -34,7 +34,7 @@ PLAN = LayerDropPlan(0.3, 0.7)
 
 def test_published_values() -> None:
     assert [round(theta_at(t, 0.5, 0.001), 6) for t in (0, 100, 1000, 5000)] == [1.0, 0.952419, 0.68394, 0.503369]
-    assert expected_depth(12, 0.5) == pytest.approx(8.75)
+    assert sum(keep_probability(layer, 12, 0.5) for layer in range(1, 13)) == pytest.approx(8.75)
     assert sum(keep_probability(layer - 1, 12, 0.5) for layer in range(1, 13)) == pytest.approx(9.25)
     assert [keep_probability(layer, 4, 0.5) for layer in (1, 2, 3, 4)] == [0.875, 0.75, 0.625, 0.5]
 

@@ -49,6 +49,30 @@ def test_a_block_left_out_returns_what_it_returns(make: Callable[[Tensor], Any])
     model_engine.destroy()
 
 
+class Taught(Stack):
+    """Runs itself without gradients first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self(x)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_forward_without_gradients_inside_a_training_forward_has_all_layers() -> None:
+    layers: list[nn.Module] = [Residual() for _ in range(4)]
+    model_engine = start(Taught(layers))
+    model_engine.global_steps = 30
+    model_engine(torch.randn(4, 3, 8))  # a layer left out before it was seen is called once for what it returns
+    before = [layer.calls for layer in layers]
+    model_engine(torch.randn(4, 3, 8))
+    kept = gates_at(30, 1, theta_at(30, 0.3, 0.7))
+    assert not all(kept)
+    assert [layer.calls - calls for layer, calls in zip(layers, before, strict=True)] == [1 + gate for gate in kept]
+    model_engine.destroy()
+
+
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()

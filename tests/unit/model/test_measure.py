@@ -17,6 +17,7 @@ from engine.contracts import EngineError
 from engine.model.blocks import find_blocks
 from engine.model.describe import describe_model
 from engine.model.measure import measure_forward
+from engine.model.tensor_parallel.split import Split, TensorPlan
 from engine.plan import World, plan
 from engine.plan.activations import count_activations
 from engine.plan.facts import ForwardFacts
@@ -188,3 +189,25 @@ def test_a_model_of_many_blocks_takes_no_longer() -> None:
         found = measure_forward(model, find_blocks(model), loss_of, SAMPLES, LENGTH)
     assert len(found.blocks) == 96
     assert sum(p.numel() for p in model.parameters()) > 174e9
+
+
+class Planned(nn.Module):
+    """Says by itself how it is cut: the first layer alone, which nothing in its data flow suggests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(LENGTH, 6), nn.Linear(6, 1)
+        self.num_heads = 3
+        self.tensor_plan = TensorPlan({"first": Split("column", gather_output=True)})
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.second(self.first(tokens.float())).sum()
+
+
+def test_the_plan_that_a_model_brings_says_how_it_is_cut() -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": SAMPLES, "tensor_parallel": {"size": 2}})
+    world = World(2, 2)
+    facts = describe_model(Planned, plan(config, world), loss_of, LENGTH)
+    cuts = {parameter.name: parameter.cut for parameter in facts.parameters}
+    assert cuts == {"first.weight": 0, "first.bias": 0, "second.weight": None, "second.bias": None}
+    plan(config, world, facts)  # its author is taken at their word: three heads on two ranks are not refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -120,6 +121,26 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids[:, : x.shape[1]].flatten())
 
 
+class Taught(Stack):
+    """Runs itself first, in ``around``; its blocks note whether gradients are on and how many tokens they get."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__(Attention)
+        self.around, self.is_teacher = around, False
+        self.seen: list[tuple[bool, int]] = []
+        self.blocks[1].norm.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+            lambda module, args: self.seen.append((torch.is_grad_enabled(), args[0].shape[1]))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.is_teacher:
+            self.is_teacher = True
+            with self.around():
+                self(ids)
+            self.is_teacher = False
+        return super().forward(ids)
+
+
 class Vectors(nn.Module):
     """A stack without a dimension of tokens."""
 
@@ -194,6 +215,16 @@ def test_what_one_rank_finds_ends_the_step_on_all(ranks: Any) -> None:
     first, second = ranks(2).run(run_refused, 1, timeout=60.0)
     assert "(Alibi) cannot drop tokens" in first
     assert first == second
+
+
+def test_a_forward_inside_a_training_forward_drops_where_it_trains() -> None:
+    for around, of_teacher in ((torch.no_grad, (False, LENGTH)), (torch.enable_grad, (True, 8))):
+        model = Taught(around)
+        model_engine = step(model)  # the first forward proves the blocks
+        model.seen.clear()
+        model_engine(ids())
+        assert model.seen == [of_teacher, (True, 8)]
+        model_engine.destroy()
 
 
 @pytest.mark.parametrize("causal", [True, False])
