@@ -140,11 +140,11 @@ def page(
         + ", ".join(f"{name} {value}" for name, value in facts.items())
         + ".",
         "",
-        f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, {len(seeds)} seeds on which no setting was "
-        "chosen. Validation losses are in nats per byte, over 1024 samples. Tokens are fractions of the first row's, "
-        "times too; the times of large batches are fractions of their own first row's. A row that plans a whole run "
-        "for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one seed each, are what "
-        "that time gives without the feature. What else was tried, and why bars are missed: "
+        f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks; no setting was chosen on seeds "
+        f"{', '.join(map(str, seeds))}. Validation losses are in nats per byte, over 1024 samples. Tokens are fractions "
+        "of the first row's, times too; the times of large batches are fractions of their own first row's. A row that "
+        "plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one "
+        "seed each, are what that time gives without the feature. What else was tried, and why bars are missed: "
         "[learning_tried.md](learning_tried.md).",
         "",
         "| row | steps | batch | lr | wall time | CPU time | tokens seen | tokens computed | validation loss | by seed "
@@ -289,12 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     times: dict[str, float] = {}
     cpu_times: dict[str, float] = {}
     for group, num_turns in ((ROWS, args.turns), (LARGE, args.turns // 4)):
-        timed = [row for row in group if row in rows]
-        if num_turns and len(timed) > 1 and timed[0] == group[0]:
-            runs = [row.run(FIRST_SEED, num_turns) for row in timed]
+        if num_turns and any(row in rows for row in group):
+            runs = [row.run(FIRST_SEED, num_turns) for row in group]
             seconds = measured("time", runs, args.results, args.timeout)
-            times |= time_ratios(timed, seconds["wall"], timed[0])
-            cpu_times |= time_ratios(timed, seconds["cpu"], timed[0])
+            times |= time_ratios(group, seconds["wall"], group[0])
+            cpu_times |= time_ratios(group, seconds["cpu"], group[0])
     times |= {row.name: row.num_steps / ROWS[0].num_steps for row in LESS}
     pictures = [args.output.with_suffix(".png"), args.output.with_name(f"{args.output.stem}_large.png")]
     text = page(seeds, found, times, cpu_times, machine_facts(), [picture.name for picture in pictures])

@@ -77,7 +77,7 @@ def layer_drop(theta: float, gamma: float) -> dict[str, Any]:
 
 ROWS = (
     Row("plain", 360),
-    Row("curriculum", 450, lr=2e-3, changes=curriculum(8, 450), max_time=0.60),
+    Row("curriculum", 420, lr=2e-3, changes=curriculum(8, 420), max_time=0.60),
     Row("random-LTD", 350, changes=random_ltd(32, 350), max_time=0.75),
     Row("layer drop", 350, changes=layer_drop(0.5, 0.0075), max_time=0.80),
 )
