@@ -242,8 +242,8 @@ def draw_large(found: Found, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for index, row in enumerate(row for row in LARGE if found.get(row.name)):
         for number, run in enumerate(found[row.name]):
-            label = row.name if number == 0 else None
-            axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=f"C{index}", alpha=0.7, label=label)
+            once = row.name if number == 0 else None
+            axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=f"C{index}", alpha=0.7, label=once)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per byte")
     axes.grid(alpha=0.3)
