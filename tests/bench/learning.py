@@ -141,7 +141,7 @@ def page(
         + ".",
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks; no setting was chosen on seeds "
-        f"{', '.join(map(str, seeds))}. Validation losses are in nats per byte, over 1024 samples. Tokens are fractions "
+        f"{', '.join(map(str, seeds))}. Validation losses are in nats per byte, of 1024 samples. Tokens are fractions "
         "of the first row's, times too; the times of large batches are fractions of their own first row's. A row that "
         "plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one "
         "seed each, are what that time gives without the feature. What else was tried, and why bars are missed: "
@@ -220,13 +220,14 @@ def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
         for each in losses:
             axes.plot(at, each, color=f"C{index}", alpha=0.25, linewidth=0.8)
         means = [fmean(values) for values in zip(*losses, strict=True)]
-        label = f"{row.name}: {means[-1]:.3f} at the end"
+        loss = mean_loss(runs)
+        label = row.name if loss is None else f"{row.name}: {loss:.3f} over all samples"
         axes.plot(at, means, color=f"C{index}", label=label, linewidth=1.6)
     for index, row in enumerate(row for row in LESS if found.get(row.name)):
         once = None if index else "plain, planned for less time (one seed)"
         axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=once)
     axes.set_xlabel("wall time, plain run = 1")
-    axes.set_ylabel("validation loss, nats per byte")
+    axes.set_ylabel("validation loss over 64 samples, nats per byte")
     axes.set_ylim(top=3.2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -241,8 +242,8 @@ def draw_large(found: Found, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for index, row in enumerate(row for row in LARGE if found.get(row.name)):
         for number, run in enumerate(found[row.name]):
-            label = row.name if number == 0 else None
-            axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=f"C{index}", alpha=0.7, label=label)
+            once = row.name if number == 0 else None
+            axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=f"C{index}", alpha=0.7, label=once)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per byte")
     axes.grid(alpha=0.3)

@@ -57,9 +57,9 @@ def found() -> dict[str, list[dict[str, Any]]]:
 
 def test_bars() -> None:
     times = {ROWS[1].name: 0.59, ROWS[2].name: 0.76}
-    assert [holds for *_, holds in bars(found(), times)] == [True, True, False, False, True, True]
+    assert [holds for *_, holds in bars(found(), times)] == [True, True, False, False, True, True, True]
     calm = found() | {LARGE[0].name: [trained(2.0)] * 2}
-    assert [holds for *_, holds in bars(calm, times)][-2:] == [False, True]
+    assert [holds for *_, holds in bars(calm, times)][-3:] == [False, True, True]
 
 
 def test_the_page_and_its_numbers(tmp_path: Path) -> None:
