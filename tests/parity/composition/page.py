@@ -58,9 +58,9 @@ def rules() -> dict[str, tuple[str, list[Cell]]]:
     by_rule: dict[tuple[str, ...], tuple[str, list[Cell]]] = {}
     for cell in cells():
         if found := refusals(cell):
-            paths = [sentence.partition(":")[0] for sentence in found]
-            rule = (cell.first.key, cell.second.key, *paths)
-            by_rule.setdefault(rule, ("; ".join(found), []))[1].append(cell)
+            rule = (cell.first.key, cell.second.key, *(problem.path for problem in found))
+            said = "; ".join(f"{problem.path}: {problem.message}" for problem in found)
+            by_rule.setdefault(rule, (said, []))[1].append(cell)
     letters = [*string.ascii_lowercase, *(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)]
     return dict(zip(letters, by_rule.values(), strict=False))
 
