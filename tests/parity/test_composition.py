@@ -16,7 +16,7 @@ QUICK = (
     ("fp16, one overflow", "1-bit Adam"),
     ("fp16, one overflow", "cp 2"),
     ("Lamb", "layer drop"),
-    ("Muon", "frozen parameters"),
+    ("curriculum, reshaped", "random-LTD"),
     ("Adafactor", "random-LTD"),
     ("accumulation", "0/1 Adam"),
     ("0/1 Adam", "layer drop"),
