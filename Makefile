@@ -53,8 +53,9 @@ bench: $(VENV)/.installed ## measure this engine beside its peers, and what drop
 bench-onebit: $(VENV)/.installed-plot ## do the 1-bit optimizers learn what AdamW learns? goes on where it stopped
 	@$(BIN)/python -m tests.bench.convergence --output docs/benchmarks/one_bit.md $(BENCH_ARGUMENTS)
 
-bench-network: $(VENV)/.installed ## 1-bit optimizers between hosts on a slow network (Linux, root, iproute2)
+bench-network: $(VENV)/.installed ## 1-bit optimizers and pipelines on a slow network (Linux, root, iproute2)
 	@$(BIN)/python -m tests.bench.slow_network --output docs/benchmarks/slow_network.md $(BENCH_ARGUMENTS)
+	@$(BIN)/python -m tests.bench.pipeline_network --output docs/benchmarks/pipeline_network.md
 
 bench-learning: $(VENV)/.installed-plot ## do curricula, random-LTD and layer drop learn as much in less time? goes on where it stopped
 	@$(BIN)/python -m tests.bench.learning --output docs/benchmarks/learning.md $(BENCH_ARGUMENTS)

@@ -64,7 +64,7 @@ def build(
     granularity, saved_work = granularity_of(plan.optimizer, client), SavedWork()
     transforms.check_slices(model, blocks, plan)  # of the model as its author wrote it
     transforms.split_layers(model, registry, blocks, plan, mesh, ledger, granularity, training_data, collate_fn)
-    staged = transforms.cut_stages(model, registry, blocks, plan, mesh)
+    staged = transforms.cut_stages(model, registry, blocks, plan, mesh, (training_data, collate_fn), loss_fn)
     runs = [blocks] if staged is None else staged.runs
     slices = transforms.slice_sequences(model, blocks, plan, mesh, ledger)
     on_tokens = transforms.drop_tokens(model, blocks, plan, mesh, saved_work)

@@ -267,8 +267,12 @@ class Schedule(Protocol):
     def step(self, tokens_seen: int) -> None:
         """After an applied step; ``tokens_seen`` in the whole run, for a schedule that follows tokens."""
 
-    def accept(self) -> None:
-        """The schedule was moved by a load; go on from there."""
+    def written(self) -> Sequence[Mapping[str, Any]]:
+        """What the schedule has given each parameter group."""
+
+    def accept(self, written: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The schedule was moved by a load; go on from there. It was not: ``written`` is what it had given the groups
+        before, which the load of the optimizer has overwritten."""
 
 
 class NoSchedule:
@@ -276,7 +280,10 @@ class NoSchedule:
 
     def step(self, tokens_seen: int) -> None: ...
 
-    def accept(self) -> None: ...
+    def written(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+    def accept(self, written: Sequence[Mapping[str, Any]] = ()) -> None: ...
 
 
 class Curriculum(Protocol):

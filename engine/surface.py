@@ -268,6 +268,7 @@ class Surface:
         so does one trained with another global batch unless ``override_batch``.
         """
         self.mesh.check_parts_known("load_checkpoint()")
+        written = self.roles.schedule.written()
         with self.ledger.apart("checkpoint"):
             result = self._state.load(
                 load_dir,
@@ -281,7 +282,7 @@ class Surface:
             if result[0] is not None:
                 self.roles.reduction.publish()
                 self._forget_window()
-                self.roles.schedule.accept()
+                self.roles.schedule.accept(() if "lr_scheduler" in self._state.restored else written)
                 if "data_loader" in self._state.restored:
                     self._batches = None
         return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,31 +56,6 @@ def default_store() -> dist.Store | None:
     Goes when torch gives public access to it.
     """
     return distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
-@contextlib.contextmanager
-def one_mesh_to_reshard_to() -> Iterator[None]:
-    """Calls of `fully_shard` inside share the mesh that an integer ``reshard_after_forward`` means.
-
-    torch makes one for each call, with process groups of its own; goes when `fully_shard` takes a mesh for that.
-    """
-    from torch.distributed.fsdp._fully_shard import _fully_shard
-
-    make, made = _fully_shard._get_post_forward_mesh_info, {}
-
-    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
-        if isinstance(reshard_after_forward, bool):
-            return make(reshard_after_forward, mesh_info)
-        key = reshard_after_forward, mesh_info.mesh
-        if key not in made:
-            made[key] = make(reshard_after_forward, mesh_info)
-        return made[key]
-
-    _fully_shard._get_post_forward_mesh_info = shared
-    try:
-        yield
-    finally:
-        _fully_shard._get_post_forward_mesh_info = make
 
 
 def tree_leaves(tree: Any) -> list[Any]:

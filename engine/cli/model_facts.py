@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.cli.prepare import base_of
 from engine.cli.target import bind_arguments, build_model, load_target
@@ -43,8 +43,9 @@ def facts_of_target(config: Config, plan: Plan, advance: Callable[[], object] = 
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens = torch.zeros(samples, length, dtype=torch.int64)
-        batch = {"input_ids": tokens, "labels": tokens.clone()}
-        loss = loss_with_batch(model, batch, None, tokens.device)
+        batch: Any = {"input_ids": tokens, "labels": tokens.clone()}
+        own = getattr(model, "loss_fn", None)
+        loss = loss_with_batch(model, batch if own is None else (tokens, tokens.clone()), own, tokens.device)
         return loss.total if isinstance(loss, LossSum) else loss
 
     facts = describe_model(build, plan, loss_of, length)

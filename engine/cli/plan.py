@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.cli.options import Parser, add_config_options, add_world_option, positive, read_config, terminal_columns
@@ -14,6 +15,7 @@ from engine.contracts import EngineError
 if TYPE_CHECKING:
     from engine.config import Config
     from engine.plan import ModelFacts, Plan
+    from engine.plan.forecast import Forecast
 
 DELAY_SECONDS = 2.0
 """Before the progress bar shows."""
@@ -45,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
         resolved = imagined_plan(config, world, facts) or make_plan(config, world, facts)
     made = None if facts is None else forecast(resolved, facts)
     fit = None if made is None or memory is None else judge(made, memory)
+    if arguments.svg is not None:
+        _draw(resolved, made, arguments.svg)
     if arguments.json:
         known = {"not_built": list(config.not_built), "values": {v.path: v.value for v in resolved.values}}
         known |= {"mesh": resolved.degrees.by_axis, "placement": resolved.degrees.placement}
@@ -54,9 +58,7 @@ def run(argv: Sequence[str]) -> int:
     columns = terminal_columns()
     print(render_plan(resolved, columns))
     if resolved.pipeline is not None:
-        from engine.cli.pipeline_picture import describe_pipeline
-
-        print(describe_pipeline(resolved))
+        _show_pipeline(resolved, made, arguments, columns)
     if config.not_built:
         print(f"valid, not built here: {', '.join(config.not_built)}")
     if made is not None:
@@ -64,6 +66,30 @@ def run(argv: Sequence[str]) -> int:
     elif memory is not None:
         raise EngineError("--memory needs a model: set model.target in the config, or give --model-size 7.5b")
     return 0
+
+
+def _show_pipeline(plan: Plan, made: Forecast | None, arguments: argparse.Namespace, columns: int) -> None:
+    """The stages, as far as the model is known, and the schedule."""
+    from engine.cli.pipeline_picture import schedule_text, step_seconds
+    from engine.plan.pipeline_text import format_seconds, render_stages
+    from engine.plan.sizes import parse_count
+
+    stages = None if made is None else made.pipeline
+    speed = None if arguments.speed is None else float(parse_count(arguments.speed))
+    if made is not None:
+        print(f"\n{render_stages(made, speed)}")
+    print(f"\n{schedule_text(plan, columns, stages)}")
+    if speed is not None and stages is not None and stages.is_measured:
+        seconds = step_seconds(plan, stages, speed)
+        print(f"Forwards and backwards of a step take {format_seconds(seconds)} at {arguments.speed} FLOP/s on a rank.")
+
+
+def _draw(plan: Plan, made: Forecast | None, path: Path) -> None:
+    from engine.cli.pipeline_picture import write_svg
+
+    if plan.pipeline is None:
+        raise EngineError("--svg draws the schedule of a pipeline, and the config has none: set pipeline.stages")
+    write_svg(path, plan, None if made is None else made.pipeline)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -82,6 +108,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--model-size", metavar="N", help="plan for so many parameters, e.g. 7.5b, in place of the model")
     size.add_argument("--no-model", action="store_true", help="leave the model aside; needs no torch")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule of a pipeline into a file")
+    parser.add_argument(
+        "--speed", metavar="FLOPS", help="FLOP/s that a rank sustains, e.g. 150T: times in place of FLOPs of stages"
+    )
     parser.add_argument("--values", action="store_true", help="every value with its origin, one a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_options(parser)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from engine.model.blocks import find_blocks
 from engine.model.facts import read_facts, with_cuts
 from engine.model.imagined_splits import cut_dimensions, imagined_splits
 from engine.model.measure import measure_forward
+from engine.model.pipeline.layers import find_layers, layered_facts
+from engine.model.pipeline.reach import uncuttable
 from engine.model.tensor_parallel.find import given_plan, heads_must_divide
 from engine.model.tensor_parallel.given import own_tensor_plan
 from engine.model.tensor_parallel.matrices import matrix_of
@@ -50,8 +53,11 @@ def describe_model(
             raise
         except Exception as error:
             raise EngineError(f"the model cannot be built without memory: {_first_line(error)}") from error
-        blocks = _blocks(model, plan)
-        facts = read_facts(model, blocks)
+        blocks, layers = _blocks(model, plan), None
+        if plan.pipeline is not None:
+            layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+            blocks = layers.modules
+        facts = read_facts(model, blocks) if layers is None else layered_facts(model, layers)
         _cast(model, plan)
         model.train()
         samples = plan.batch.micro_batch_size
@@ -64,12 +70,19 @@ def describe_model(
                 if loss_of is None:
                     return replace(facts, why_not_measured="there is no batch to run the model on")
                 styles = {name: split.style for name, split in splits.items()}
-                forward = measure_forward(model, blocks, loss_of, samples, sequence_length, styles)
+                wrong: list[tuple[int, str]] = []
+
+                def look(loss: Tensor, outputs: Sequence[Any]) -> None:
+                    assert layers is not None
+                    wrong[:] = uncuttable(model, layers, dict(facts.ends), loss, outputs)
+
+                on_graph = None if layers is None else look
+                forward = measure_forward(model, blocks, loss_of, samples, sequence_length, styles, on_graph=on_graph)
         except EngineError:
             raise
         except Exception as error:
             return replace(facts, why_not_measured=f"the model cannot run without values ({_first_line(error)})")
-    return replace(facts, forward=forward)
+    return replace(facts, forward=forward, uncuttable=tuple(wrong))
 
 
 def _blocks(model: nn.Module, plan: Plan) -> list[nn.Module]:

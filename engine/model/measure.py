@@ -19,13 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.plan.facts import Crossings, ForwardFacts, Kept
+from engine.plan.facts import Boundary, Crossings, ForwardFacts, Kept
 from engine.torch_compat import DispatchMode, flops_of_cpu_attention, tree_leaves, tree_map_tensors
 
 BEFORE, AFTER = -1, -2
 """Where something is kept, beside the index of a block."""
 
 LossOf = Callable[[nn.Module], Tensor]
+OnGraph = Callable[[Tensor, Sequence[Any]], None]
 Styles = Mapping[str, str]
 """Module name -> ``column``, ``row``, ``vocabulary`` or ``head``: how tensor parallelism cuts it."""
 
@@ -38,19 +39,20 @@ def measure_forward(
     sequence_length: int,
     styles: Styles | None = None,
     every_block: bool = False,
+    on_graph: OnGraph | None = None,
 ) -> ForwardFacts:
     """``loss_of(model)`` runs one micro-batch of ``samples`` x ``sequence_length`` tokens and returns the loss (0-dim).
 
-    ``every_block``: none stands for others.
+    ``every_block``: none stands for others. ``on_graph`` sees, before the backward, the loss and what blocks returned.
     """
     twins = {} if every_block else _twins(blocks)
     try:
-        return _Run(model, blocks, twins, styles or {}).facts(loss_of, samples, sequence_length)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return _Run(model, blocks, twins, styles or {}, on_graph).facts(loss_of, samples, sequence_length)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError):
         if not twins:
             raise
         # blocks that look alike and are not called alike: each has to run
-        return _Run(model, blocks, {}, styles or {}).facts(loss_of, samples, sequence_length)
+        return _Run(model, blocks, {}, styles or {}, on_graph).facts(loss_of, samples, sequence_length)
 
 
 def _twins(blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -63,11 +65,20 @@ def _twins(blocks: Sequence[nn.Module]) -> dict[int, int]:
 class _Run:
     """One forward and backward, and what is counted on the way."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], twins: Mapping[int, int], styles: Styles) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        twins: Mapping[int, int],
+        styles: Styles,
+        on_graph: OnGraph | None,
+    ) -> None:
+        self._on_graph = on_graph
         self.model, self.blocks, self.twins = model, blocks, twins
         self.kept: dict[int, Kept] = defaultdict(Kept)
         self.crossings: dict[int, Crossings] = defaultdict(Crossings)
         self.block_flops: dict[int, int] = defaultdict(int)
+        self.boundaries: dict[int, Boundary] = defaultdict(Boundary)
         self.entering: Tensor | None = None
         self.attention: tuple[int, int] | None = None
         """(queries, keys) of the attention that runs now."""
@@ -75,6 +86,7 @@ class _Run:
         self._modules: list[nn.Module] = []
         self._inputs: dict[int, list[Any]] = {}
         self._outputs: dict[int, Any] = {}
+        self._flops_before: int | None = None
         self._opened: Tensor | None = None
         self._seen: dict[int, StorageWeakRef] = {}
         own = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
@@ -93,6 +105,8 @@ class _Run:
                 loss = loss_of(self.model)
             forward = self._flops.get_total_flops()
             kept_bytes = sum(kept.total_bytes for kept in self.kept.values())
+            if self._on_graph is not None:
+                self._on_graph(loss, [self._outputs[index] for index in range(len(self.blocks))])
             loss.backward()
             backward = self._flops.get_total_flops() - forward
         times = Counter(self.twins.values())
@@ -100,6 +114,7 @@ class _Run:
         ran = sum(self.block_flops.values())
         # a matrix product has two in backward; what is left of backward is of the blocks that ran
         of_blocks = [self.twins.get(index, index) for index in range(len(self.blocks))]
+        before = self._flops_before or 0
         in_backward = (backward - 2 * (forward - ran)) / ran if ran else 0.0
         return ForwardFacts(
             samples=samples,
@@ -114,6 +129,10 @@ class _Run:
             block_forward_flops=ran + repeated,
             crossings=tuple(self.crossings[place] for place in (BEFORE, *of_blocks, AFTER)),
             cuts_logits="head" in self._styles.values(),
+            block_flops=tuple(self.block_flops[index] for index in of_blocks),
+            before_flops=before,
+            after_flops=forward - before - ran,
+            boundaries=tuple(self.boundaries[index] for index in of_blocks),
         )
 
     # --- where the run is ----------------------------------------------------------------------------------------
@@ -156,6 +175,8 @@ class _Run:
             self._place = index
             self.entering = _first_tensor((args, kwargs))
             self._inputs[index] = _shapes((args, kwargs))
+            if self._flops_before is None:
+                self._flops_before = self._flops.get_total_flops()
             self.block_flops[index] -= self._flops.get_total_flops()
 
         return enter
@@ -164,9 +185,22 @@ class _Run:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._place = AFTER
             self._outputs[index] = output
+            self.boundaries[index] = self._boundary(output)
             self.block_flops[index] += self._flops.get_total_flops()
 
         return leave
+
+    def _boundary(self, output: Any) -> Boundary:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        wanting = [tensor for tensor in tensors if tensor.requires_grad]
+        storages = {StorageWeakRef(tensor.untyped_storage()).cdata: tensor for tensor in wanting}
+        return Boundary(
+            tensors=len(tensors),
+            tensor_bytes=sum(map(_nbytes, tensors)),
+            gradients=len(wanting),
+            gradient_bytes=sum(map(_nbytes, wanting)),
+            spare_bytes=sum(_nbytes(tensor) for data, tensor in storages.items() if data not in self._seen),
+        )
 
     def _cross(self, style: str) -> Callable[..., None]:
         """A layer that tensor parallelism cuts was called. Layers that read the same tensor open it once."""

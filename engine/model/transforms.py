@@ -46,23 +46,32 @@ def split_layers(
     if mesh.split_by_caller:
         from engine.model.tensor_parallel.by_caller import adopt_split
 
-        return adopt_split(model, registry, mesh, ledger, granularity)
+        adopt_split(model, registry, mesh, ledger, granularity)
+        return
     from engine.model.tensor_parallel.apply import apply
     from engine.model.tensor_parallel.given import tensor_plan_of
 
     tensor_plan = tensor_plan_of(model, plan, blocks, mesh, training_data, collate_fn)
-    return apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
+    apply(model, registry, blocks, tensor_plan, mesh, ledger, granularity)
 
 
 def cut_stages(
-    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
+    model: nn.Module,
+    registry: ParameterRegistry,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    data: tuple[Any, Callable[..., Any] | None] = (None, None),
+    loss_fn: Callable[..., Any] | None = None,
 ) -> StagedModel | None:
-    """The pipeline stages of this rank; None without a pipeline."""
+    """The pipeline stages of this rank; None without a pipeline. ``data``: the training data and its collate_fn."""
     if plan.pipeline is None:
         return None
     from engine.model.pipeline.cut import apply
+    from engine.model.tensor_parallel.given import first_samples
 
-    return apply(model, registry, blocks, plan, mesh)
+    own = loss_fn or getattr(model, "loss_fn", None)
+    return apply(model, registry, blocks, plan, mesh, lambda: first_samples(*data), own)
 
 
 def share_over_stages(

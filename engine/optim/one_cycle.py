@@ -65,6 +65,7 @@ class OneCycle(ClosedFormSchedule):
         self._decay_steps = whole_number("decay_step_size", decay_step_size, 0)
         self._decay_lr_rate, self._decay_mom_rate = float(decay_lr_rate), float(decay_mom_rate)
         self._deepspeed = compat == "deepspeed"
+        self.cycle_momentum = cycle_momentum
         self._cycled = self._groups_with_momentum(optimizer) if cycle_momentum else []
         super().__init__(optimizer, last_batch_iteration)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from engine.contracts import EngineError
+from engine.optim.schedule_state import groups_of, restore_group
 
 
 class EngineSchedule:
@@ -14,8 +18,26 @@ class EngineSchedule:
         self.scheduler = scheduler
         self.accept()
 
-    def accept(self) -> None:
-        """Take the scheduler as it stands now (a checkpoint was loaded into it)."""
+    def written(self) -> list[dict[str, Any]]:
+        """By group, the learning rate that the schedule has given it, and the momentum where it moves that too."""
+        keys = (
+            "lr",
+            "initial_lr",
+            *(("momentum", "betas") if getattr(self.scheduler, "cycle_momentum", False) else ()),
+        )
+        return [
+            {key: float(group[key]) if isinstance(group[key], Tensor) else group[key] for key in keys if key in group}
+            for group in groups_of(self.scheduler)
+        ]
+
+    def accept(self, written: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Take the scheduler as it stands now (a checkpoint was loaded into it).
+
+        ``written``: of a schedule that was not loaded, what it had given the groups, which the optimizer's state has
+        overwritten.
+        """
+        for group, values in zip(groups_of(self.scheduler), written, strict=False):
+            restore_group(group, values)
         self._position = getattr(self.scheduler, "last_epoch", None)
 
     def step(self, tokens_seen: int) -> None:

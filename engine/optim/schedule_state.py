@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,13 +24,11 @@ class ScheduleState:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return list(getattr(getattr(self.scheduler, "optimizer", None), "param_groups", []))
-
     def state(self) -> dict[str, Any]:
         read = getattr(self.scheduler, "state_dict", None)
         scheduled = [
-            {key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in self._groups()
+            {key: group[key] for key in ("lr", "momentum", "betas") if key in group}
+            for group in groups_of(self.scheduler)
         ]
         return {
             "type": type(self.scheduler).__name__,
@@ -47,20 +46,25 @@ class ScheduleState:
             )
         # The groups first: a schedule in closed form overrules them with the current config's values.
         saved_groups = decode(state["groups"])
-        groups = self._groups()
+        groups = groups_of(self.scheduler)
         if len(saved_groups) != len(groups):
             raise EngineError(
                 f"The checkpoint's {current} schedules {len(saved_groups)} parameter groups, but the optimizer has "
                 f"{len(groups)}; group the parameters as before, or load with load_lr_scheduler_states=False."
             )
         for group, saved in zip(groups, saved_groups, strict=True):
-            _restore(group, saved)
+            restore_group(group, saved)
         write = getattr(self.scheduler, "load_state_dict", None)
         if callable(write):
             write(decode(state["scheduler"]))
 
 
-def _restore(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def groups_of(scheduler: Any) -> list[dict[str, Any]]:
+    """The parameter groups that a scheduler writes into; none for an object that does not show its optimizer."""
+    return list(getattr(getattr(scheduler, "optimizer", None), "param_groups", []))
+
+
+def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         if isinstance(group.get(key), torch.Tensor):
             # A tensor learning rate is shared with a captured graph or a compiled step: it is filled, never replaced.

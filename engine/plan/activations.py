@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from engine.config.built import checkpoints_activations
 from engine.plan.facts import ForwardFacts, Kept, ModelFacts
+from engine.plan.pipeline_schedules import activations_held
 from engine.plan.plan import Plan
-from engine.plan.units import stage_blocks
+from engine.plan.stages import Stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -23,39 +24,75 @@ class ActivationBytes:
     kept: int
     high: int
     micro_batches: int
-    """Kept at once: more than one in the earlier stages of a pipeline."""
+    """Kept at once under a pipeline, counted for each of the rank's parts that they passed."""
     checkpointed: bool
     """Blocks keep their input alone and compute the rest again."""
 
 
-def count_activations(plan: Plan, facts: ModelFacts, stage: int = 0) -> ActivationBytes | None:
+def count_activations(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> ActivationBytes | None:
     """None where the model was not measured."""
     forward = facts.forward
     if forward is None:
         return None
-    blocks = [forward.blocks[index] for index in stage_blocks(plan, facts, stage)]
-    is_first, is_last = stage == 0, stage == plan.degrees.pp - 1
-    ends = (forward.before if is_first else Kept()) + (forward.after if is_last else Kept())
+    stages = stages_of(plan, facts)
+    here = stages.on(pipeline_rank)
+    held = micro_batches_held(plan, pipeline_rank)
     checkpointed = checkpoints(plan, facts)
-    held = min(plan.degrees.pp - stage, plan.batch.accumulation_steps)
-    kept, low = _local(plan, ends), _local(plan, ends, spare=True)
-    if checkpointed:
-        stored = len(blocks) * _entering_bytes(plan, forward)
-        kept, low = kept + stored, low + stored
-    else:
-        kept += sum(_local(plan, block) for block in blocks)
-        low += sum(_local(plan, block, spare=True) for block in blocks)
+    kept = low = 0
+    for stage, number in zip(here, held, strict=True):
+        kept += number * _of_stage(plan, forward, stages, stage, checkpointed, spare=False)
+        low += number * _of_stage(plan, forward, stages, stage, checkpointed, spare=True)
+    blocks = [forward.blocks[at] for run in stages.runs(pipeline_rank) for at in run]
     largest = max((_local(plan, block) for block in blocks), default=0)
     again = largest if checkpointed else 0
-    working = forward.working_bytes // _ways(plan) if is_last else largest
-    scale = plan.batch.micro_batch_size / forward.samples
+    working = forward.working_bytes // _ways(plan) if stages.last in here else largest
+    scale = samples_at_once(plan) / forward.samples
     return ActivationBytes(
-        low=round(scale * (held * low + again)),
-        kept=round(scale * (held * kept + again)),
-        high=round(scale * (held * kept + again + working)),
-        micro_batches=held,
+        low=round(scale * (low + again)),
+        kept=round(scale * (kept + again)),
+        high=round(scale * (kept + again + working)),
+        micro_batches=sum(held),
         checkpointed=checkpointed,
     )
+
+
+def micro_batches_held(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
+    """At most, for each part of the model on a rank."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return (1,)
+    return activations_held(
+        pipeline.schedule, plan.degrees.pp, pipeline.num_micro_batches, pipeline_rank, pipeline.virtual_stages
+    )
+
+
+def samples_at_once(plan: Plan) -> float:
+    """Of a micro-batch as it passes through the model: a pipeline may cut the loader's further."""
+    if plan.pipeline is None:
+        return plan.batch.micro_batch_size
+    return plan.batch.micro_batch_size * plan.batch.accumulation_steps / plan.pipeline.num_micro_batches
+
+
+def bytes_of_stage(plan: Plan, facts: ModelFacts, stage: int) -> int | None:
+    """What a pipeline stage keeps of one micro-batch; None where the model was not measured."""
+    if facts.forward is None:
+        return None
+    kept = _of_stage(plan, facts.forward, stages_of(plan, facts), stage, checkpoints(plan, facts), spare=False)
+    return round(kept * samples_at_once(plan) / facts.forward.samples)
+
+
+def _of_stage(plan: Plan, forward: ForwardFacts, stages: Stages, stage: int, checkpointed: bool, spare: bool) -> int:
+    """What one micro-batch keeps in a stage. What the next stage gets stays here, too, until its gradients return."""
+    layers = stages.layers_of(stage)
+    kept = _local(plan, forward.before, spare) if stage == 0 else 0
+    kept += _local(plan, forward.after, spare) if stage == stages.last else 0
+    if checkpointed:
+        kept += len(layers) * _entering_bytes(plan, forward)
+    else:
+        kept += sum(_local(plan, forward.blocks[at], spare) for at in layers)
+    if stage < stages.last and forward.boundaries:
+        kept += forward.boundaries[layers[-1]].spare_bytes // (plan.degrees.cp * plan.degrees.sp)
+    return kept
 
 
 def checkpoints(plan: Plan, facts: ModelFacts) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan.crossings import Call, cross_axes
-from engine.plan.cuts import AGREEMENT_NUMBERS
+from engine.plan.cuts import AGREEMENT_NUMBERS, row_range
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
+from engine.plan.stages import stages_of
 from engine.plan.units import FlatBucket, Layout, Unit, compute_dtype, layout
 
 AGREEMENT_BYTES = AGREEMENT_NUMBERS * 8
@@ -30,11 +31,12 @@ class Collective:
     sent_bytes: int
 
 
-def count_collectives(plan: Plan, facts: ModelFacts, stage: int = 0) -> tuple[Collective, ...]:
-    """Of a rank in one pipeline stage. Needs ``facts.parameters``."""
+def count_collectives(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> tuple[Collective, ...]:
+    """Of the first rank of those that hold a pipeline rank's part of the model. Needs ``facts.parameters``."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    cut = layout(plan, facts, stage)
-    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *cross_axes(plan, facts, stage)):
+    cut = layout(plan, facts, pipeline_rank)
+    along = (*cross_axes(plan, facts, pipeline_rank), *_of_shared(plan, facts, cut))
+    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *along):
         if calls:
             before = found.get((axis, operation, purpose), (0, 0))
             found[axis, operation, purpose] = (before[0] + calls, before[1] + calls * sent_bytes)
@@ -99,6 +101,25 @@ def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:
         yield "dp_shard", "reduce_scatter", "gradients", times, trained * (shard - 1) * reduced
         if replicas > 1:
             yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(trained * reduced, replicas)
+
+
+def _of_shared(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[Call]:
+    """Gradients of parameters that several pipeline ranks hold, from each to each of the others once a step: this
+    rank's shards in fp32, all that the same ranks hold together, and for each a number that says whether it is used."""
+    stages, shards = stages_of(plan, facts), plan.shard_size
+    held: dict[tuple[int, ...], int] = {}
+    for bucket in cut.buckets:
+        for _, numel in bucket.pieces(1):
+            holders = stages.holders(bucket.members[0])
+            held[holders] = held.get(holders, 0) + numel + 1
+    for unit in cut.units:
+        for parameter in unit.members:
+            start, stop = row_range(parameter.shape, 0, shards)
+            if parameter.trainable and stop > start:
+                holders = stages.holders(parameter)
+                held[holders] = held.get(holders, 0) + stop - start + 1
+    for holders, numel in held.items():
+        yield "pp", "send", "gradients of shared parameters", len(holders) - 1, 4 * numel
 
 
 def _of_the_optimizer(plan: Plan, facts: ModelFacts) -> Iterator[Call]:

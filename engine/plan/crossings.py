@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.plan.activations import checkpoints
+from engine.plan.activations import checkpoints, samples_at_once
 from engine.plan.facts import Crossings, ForwardFacts, ModelFacts
 from engine.plan.plan import Plan
-from engine.plan.units import stage_blocks
+from engine.plan.stages import Stages, stages_of
 
 Call = tuple[str, str, str, int, int]
 """Axis, operation, purpose, calls, bytes that one of them sends."""
@@ -15,30 +15,32 @@ Call = tuple[str, str, str, int, int]
 LOSS_BYTES = 4
 
 
-def cross_axes(plan: Plan, facts: ModelFacts, stage: int) -> Iterator[Call]:
-    """Of a rank in one pipeline stage, over all micro-batches of a step; nothing where the model was not measured."""
+def cross_axes(plan: Plan, facts: ModelFacts, pipeline_rank: int) -> Iterator[Call]:
+    """Of a pipeline rank, over all micro-batches of a step; nothing where the model was not measured."""
     forward = facts.forward
     if forward is None or plan.degrees.model == 1:
         return
-    blocks = stage_blocks(plan, facts, stage)
-    is_first, is_last = stage == 0, stage == plan.degrees.pp - 1
-    parts = [forward.crossings[1 + index] for index in blocks]
+    stages = stages_of(plan, facts)
+    is_first, is_last = (end in stages.on(pipeline_rank) for end in (0, stages.last))
+    parts = [forward.crossings[1 + index] for run in stages.runs(pipeline_rank) for index in run]
     again = sum(parts, Crossings()) if checkpoints(plan, facts) else Crossings()
     parts += [forward.crossings[0]] if is_first else []
     parts += [forward.crossings[-1]] if is_last else []
     yield from _tensor(plan, sum(parts, Crossings()), again, forward, is_last)
     yield from _slices(plan, sum(parts, Crossings()), again, forward, is_last)
-    yield from _stages(plan, forward, is_first, is_last)
+    yield from _stages(plan, stages, pipeline_rank)
 
 
 def _times(plan: Plan) -> int:
+    if plan.pipeline is not None:
+        return plan.pipeline.num_micro_batches
     return plan.batch.accumulation_steps if plan.batch.managed else 1
 
 
 def _scaled(plan: Plan, forward: ForwardFacts, size: int, calls: int) -> int:
     """Bytes of one call's whole tensor on this rank: of its samples and of its slice of the sequence."""
     slices = plan.degrees.cp * plan.degrees.sp
-    return size * plan.batch.micro_batch_size // (forward.samples * max(calls, 1) * slices)
+    return round(size * samples_at_once(plan)) // (forward.samples * max(calls, 1) * slices)
 
 
 def _tensor(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFacts, is_last: bool) -> Iterator[Call]:
@@ -55,7 +57,7 @@ def _tensor(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFact
     yield "tp", "all_reduce", "gradients of activations", times * whole.opening_calls, 2 * (tp - 1) * size // tp
     if is_last and forward.cuts_logits:
         slices = plan.degrees.cp * plan.degrees.sp
-        tokens = plan.batch.micro_batch_size * forward.sequence_length // slices
+        tokens = round(samples_at_once(plan) * forward.sequence_length) // slices
         yield "tp", "all_gather", "loss", times, 3 * 4 * tokens * (tp - 1)
 
 
@@ -80,12 +82,24 @@ def _slices(plan: Plan, whole: Crossings, again: Crossings, forward: ForwardFact
             yield axis, "all_reduce", "loss", times, 2 * (degree - 1) * LOSS_BYTES // degree
 
 
-def _stages(plan: Plan, forward: ForwardFacts, is_first: bool, is_last: bool) -> Iterator[Call]:
-    """Activations to the next stage, their gradients to the one before."""
-    if plan.degrees.pp == 1:
+def _stages(plan: Plan, stages: Stages, pipeline_rank: int) -> Iterator[Call]:
+    """What the last layer of a stage returns, to the next; the gradients of what came in, to the one before."""
+    pipeline, forward = plan.pipeline, stages.facts.forward
+    assert forward is not None
+    if pipeline is None:
         return
-    size = _scaled(plan, forward, forward.entering_bytes, 1)
-    if not is_last:
-        yield "pp", "send", "activations", _times(plan), size
-    if not is_first:
-        yield "pp", "send", "gradients of activations", _times(plan), size
+
+    def sent(stage: int, of: int, back: bool) -> Iterator[Call]:
+        """Over the cut behind stage ``of``, from ``stage``."""
+        boundary = forward.boundaries[stages.layers_of(of)[-1]]
+        purpose = "gradients of activations" if back else "activations"
+        number = boundary.gradients if back else boundary.tensors
+        size = boundary.gradient_bytes if back else boundary.tensor_bytes
+        if number and stages.rank_of(of) != stages.rank_of(of + 1):
+            yield "pp", "send", purpose, _times(plan) * number, _scaled(plan, forward, size, number)
+
+    for stage in stages.on(pipeline_rank):
+        if stage < stages.last:
+            yield from sent(stage, stage, back=False)
+        if stage > 0:
+            yield from sent(stage, stage - 1, back=True)

@@ -95,6 +95,21 @@ class Crossings:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """What one layer returns for one micro-batch, which travels where the model is cut behind it.
+
+    ``tensors`` and their bytes; those of them that want a gradient, which travels back. ``spare_bytes``: what autograd
+    does not keep for this layer's own backward, and a stage that ends here keeps nevertheless.
+    """
+
+    tensors: int = 0
+    tensor_bytes: int = 0
+    gradients: int = 0
+    gradient_bytes: int = 0
+    spare_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class ForwardFacts:
     """One micro-batch of ``samples`` x ``sequence_length`` tokens through the model, as eager PyTorch computes it.
 
@@ -119,6 +134,12 @@ class ForwardFacts:
     """Of ``before``, each block and ``after``."""
     cuts_logits: bool = False
     """Tensor parallelism leaves each rank a part of the vocabulary's logits."""
+    block_flops: tuple[int, ...] = ()
+    """Of one forward through each block; `before_flops` and `after_flops` of the rest."""
+    before_flops: int = 0
+    after_flops: int = 0
+    boundaries: tuple[Boundary, ...] = ()
+    """Behind each block."""
 
     @property
     def kept_bytes(self) -> int:
@@ -145,6 +166,14 @@ class ModelFacts:
     buffers: tuple[BufferFacts, ...] = ()
     forward: ForwardFacts | None = None
     why_not_measured: str = ""
+    layer_kinds: tuple[str, ...] = ()
+    """Of a model that is cut into pipeline stages, whose layers stand in ``blocks``: their classes."""
+    ends: tuple[tuple[str, str], ...] = ()
+    """And (name, "first" | "last" | "both") of every parameter name around them: the stages that need it."""
+    uncuttable: tuple[tuple[int, str], ...] = ()
+    """Behind how many layers such a model cannot be cut, and what of the layers in front is read behind the cut."""
+    layer_times: tuple[int, ...] = ()
+    """Of what is in front of the layers, of each layer, and of what is behind them, measured; in any unit."""
 
     @classmethod
     def of(

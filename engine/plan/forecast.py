@@ -8,6 +8,7 @@ from typing import Any
 from engine.plan.activations import ActivationBytes, checkpoints, count_activations
 from engine.plan.collectives import Collective, count_collectives
 from engine.plan.facts import ModelFacts
+from engine.plan.pipeline_forecast import PipelineForecast, forecast_pipeline
 from engine.plan.plan import Plan
 from engine.plan.states import StateBytes, count_states
 
@@ -38,16 +39,13 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Of the pipeline stage whose rank needs most; ``stage`` counts from 0."""
+class RankForecast:
+    """Of the ranks that hold one pipeline rank's part of the model; without a pipeline there is one such part."""
 
-    plan: Plan
-    facts: ModelFacts
-    stage: int
+    rank: int
     states: StateBytes
     activations: ActivationBytes | None
     collectives: tuple[Collective, ...]
-    compute: Compute
 
     @property
     def low_bytes(self) -> int | None:
@@ -65,10 +63,9 @@ class Forecast:
         return held + (self.activations.high if self.activations else 0)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``ptrain plan --json`` prints of it; bytes, calls and FLOPs as they are."""
         states = {name: value for name, value in asdict(self.states).items() if name != "largest_temporary"}
         return {
-            "pipeline_stage": self.stage,
+            "pipeline_rank": self.rank,
             "bytes": {
                 **states,
                 "model_states": self.states.model_states,
@@ -78,19 +75,80 @@ class Forecast:
                 "high": self.high_bytes,
             },
             "collectives": [asdict(collective) for collective in self.collectives],
+        }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``ranks``: one entry for each pipeline rank. What is said of "the rank" is said of the one that needs most.
+
+    ``pipeline``: what its stages hold and compute; None without a pipeline.
+    """
+
+    plan: Plan
+    facts: ModelFacts
+    ranks: tuple[RankForecast, ...]
+    compute: Compute
+    pipeline: PipelineForecast | None = None
+
+    @property
+    def fullest(self) -> RankForecast:
+        def need(rank: RankForecast) -> int:
+            states = rank.states
+            activations = rank.activations.high if rank.activations else 0
+            return (states.model_states or states.parameters) + states.temporary + activations
+
+        return max(self.ranks, key=need)
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.fullest.rank
+
+    @property
+    def states(self) -> StateBytes:
+        return self.fullest.states
+
+    @property
+    def activations(self) -> ActivationBytes | None:
+        return self.fullest.activations
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.fullest.collectives
+
+    @property
+    def low_bytes(self) -> int | None:
+        return self.fullest.low_bytes
+
+    @property
+    def high_bytes(self) -> int | None:
+        return self.fullest.high_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``ptrain plan --json`` prints of it; bytes, calls and FLOPs as they are."""
+        pipeline = {} if self.pipeline is None else {
+            "pipeline": {**self.pipeline.to_json(), "ranks": [rank.to_json() for rank in self.ranks]}
+        }  # fmt: skip
+        return {
+            **self.fullest.to_json(),
             "compute": asdict(self.compute),
+            **pipeline,
             "not_measured": self.facts.why_not_measured,
         }
 
 
 def forecast(plan: Plan, facts: ModelFacts) -> Forecast:
-    """Needs ``facts.parameters``; activations and measured FLOPs need ``facts.forward`` as well."""
-    stages = [(count_states(plan, facts, s), count_activations(plan, facts, s)) for s in range(plan.degrees.pp)]
-    needs = [(s.model_states or s.parameters) + s.temporary + (a.high if a else 0) for s, a in stages]
-    stage = needs.index(max(needs))
-    states, activations = stages[stage]
-    collectives = count_collectives(plan, facts, stage)
-    return Forecast(plan, facts, stage, states, activations, collectives, count_compute(plan, facts))
+    """Needs ``facts.parameters``; activations and measured FLOPs need ``facts.forward`` as well.
+
+    Raises EngineError where the model cannot be cut into the stages that the plan asks for.
+    """
+    ranks = tuple(
+        RankForecast(
+            r, count_states(plan, facts, r), count_activations(plan, facts, r), count_collectives(plan, facts, r)
+        )
+        for r in range(plan.degrees.pp)
+    )
+    return Forecast(plan, facts, ranks, count_compute(plan, facts), forecast_pipeline(plan, facts))
 
 
 def count_compute(plan: Plan, facts: ModelFacts) -> Compute:

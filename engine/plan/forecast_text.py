@@ -32,7 +32,7 @@ def _wrapped(text: str, columns: int, margin: str = "    ") -> list[str]:
 
 def _memory(made: Forecast, columns: int) -> Iterator[str]:
     states, activations, facts = made.states, made.activations, made.facts
-    where = f" in pipeline stage {made.stage}" if made.plan.degrees.pp > 1 else ""
+    where = f" on pipeline rank {made.pipeline_rank}, the fullest" if made.plan.degrees.pp > 1 else ""
     trainable = facts.num_trainable_parameters
     frozen = "" if trainable == facts.num_parameters else f", {trainable:,} of them trainable"
     blocks = f", {plural(len(facts.blocks), 'block')}" if facts.blocks else ""

@@ -26,12 +26,19 @@ class Layer:
 
 
 def cut(
-    method: str | Sequence[int], layers: Sequence[Layer], num_stages: int, before: int = 0, after: int = 0
+    method: str | Sequence[int],
+    layers: Sequence[Layer],
+    num_stages: int,
+    before: int = 0,
+    after: int = 0,
+    times: Sequence[int] = (),
 ) -> Bounds:
     """The bounds that `pipeline.partition` asks for.
 
-    ``method``: "uniform", "parameters" (and "best", the same), "type:REGEX", or the number of layers of each stage.
-    ``before`` and ``after``: trainable elements outside the layers, which the first and the last stage hold as well.
+    ``method``: "uniform", "parameters" (and "best", the same), "time", "type:REGEX", or the number of layers of each
+    stage. ``before`` and ``after``: trainable elements outside the layers, which the first and the last stage hold as
+    well. ``times``: of what is in front of the layers, of each layer, and of what is behind them, in any unit; where
+    they are not known "time" goes by parameters.
 
     Raises EngineError, with the arithmetic and the nearest that fits, for more stages than layers, a list that does
     not add up, a pattern that matches too few layers, and a stage without parameters.
@@ -47,6 +54,11 @@ def cut(
         bounds = uniform(len(layers), num_stages)
     elif method.startswith("type:"):
         bounds = by_type(method.removeprefix("type:"), [layer.kind for layer in layers], num_stages)
+    elif method == "time" and times:
+        weights = list(times[1:-1])
+        weights[0] += times[0]
+        weights[-1] += times[-1]
+        bounds = balanced(weights, num_stages)
     else:
         weights = [layer.num_parameters for layer in layers]
         weights[0] += before

@@ -41,6 +41,8 @@ def resolve_pipeline(
         partition = findings.resolved(PARTITION, "parameters", "the heaviest stage sets the pace", "derived")
     elif isinstance(section.partition, str):
         partition = findings.resolved(PARTITION, section.partition)
+        if partition == "time":
+            findings.note(PARTITION, "layers are timed when training starts; ptrain plan takes their FLOPs for times")
     else:
         partition = findings.resolved(PARTITION, tuple(section.partition))
         _check_counts(partition, degrees.pp * virtual, findings)
@@ -50,7 +52,7 @@ def resolve_pipeline(
     num_micro_batches = _micro_batches(config, batch, findings)
     if num_micro_batches < degrees.pp * (2 if schedule in V_SHAPED else 1):
         bubble = bubble_fraction(schedule, degrees.pp, num_micro_batches, virtual)
-        idle = f"idle {100 * bubble:.1f} % of a step" if bubble is not None else "idle for much of a step"
+        idle = f"idle {100 * bubble:.1f} % of a step" + (" at least" if schedule in V_SHAPED else "")
         count = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
         findings.note(
             MICRO_BATCHES,
@@ -136,9 +138,6 @@ def _check_company(
             refuse(
                 path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
             )
-    if config.pipeline is not None and config.pipeline.partition == "time":
-        instead = 'use "parameters" or a list of counts'
-        refuse(PARTITION, "cutting by measured times is not built here", config.pipeline.partition, instead)
     if degrees.tp > 1 and config.tensor_parallel is not None and "sequence" in config.tensor_parallel.plan.values():
         why = "a norm on shards of the sequence hands shards to the next block, and hidden states travel whole"
         refuse("tensor_parallel.plan", why, "sequence", 'say "replicate" of the norms')

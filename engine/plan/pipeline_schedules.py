@@ -12,23 +12,40 @@ SPLITS_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
 """Gradients of inputs are computed first, those of weights fill what would be idle."""
 
 
-def bubble_fraction(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> float | None:
+def bubble_fraction(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
     """The idle part of a rank's step where all stages take equally long and the wire nothing.
 
-    GPipe and 1F1B: (p-1)/(m+p-1); interleaved: (p-1)/(vm+p-1) (Narayanan et al., arXiv 2104.04473, 2.2). None for
-    schedules whose bubble depends on how long the two halves of a backward take (Qi et al., arXiv 2401.10241).
+    GPipe and 1F1B: (p-1)/(m+p-1); interleaved: (p-1)/(vm+p-1) (Narayanan et al., arXiv 2104.04473, 2.2). Schedules that
+    split the backward, where its halves and a forward take equally long: (p-1)/(3vm+p-1), a third of that (Qi et al.,
+    arXiv 2401.10241, ZB-H1). Exact where p divides m, and m >= 2p for the V-shaped ones; else ranks idle longer.
     """
-    if schedule in SPLITS_BACKWARD:
-        return None
-    idle, chunks = num_ranks - 1, virtual_stages if schedule == "interleaved_1f1b" else 1
-    return idle / (chunks * num_micro_batches + idle)
+    parts = 3 if schedule in SPLITS_BACKWARD else 1
+    idle, chunks = num_ranks - 1, 1 if schedule in ("gpipe", "1f1b") else virtual_stages
+    return idle / (parts * chunks * num_micro_batches + idle)
 
 
-def activations_held(schedule: str, num_ranks: int, num_micro_batches: int, rank: int) -> int | None:
-    """The most micro-batches whose activations a rank holds at once, for schedules of one part a rank."""
+def activations_held(
+    schedule: str, num_ranks: int, num_micro_batches: int, rank: int, virtual_stages: int = 1
+) -> tuple[int, ...]:
+    """The most micro-batches whose activations a rank holds at once, for each of its parts; their sum is the peak.
+
+    GPipe: m. 1F1B: min(p-i, m) on rank i. Interleaved: 2(p-i-1) + (v-1)p + 1 passages through single parts, in rounds
+    of p (Narayanan et al., 2.2). Split backwards keep them until the gradients of the weights: p for each part, and one
+    more in all for dualpipev. Exact where p divides m, and m >= 2p for the V-shaped ones; else at most so many.
+    """
+    p, m = num_ranks, num_micro_batches
     if schedule == "gpipe":
-        return num_micro_batches
-    return min(num_ranks - rank, num_micro_batches) if schedule == "1f1b" else None
+        return (m,)
+    if schedule == "1f1b":
+        return (min(p - rank, m),)
+    if schedule == "dualpipev":
+        return min(p + 1, m), min(p, m)
+    if schedule != "interleaved_1f1b":
+        return (min(p, m),) * virtual_stages
+    rounds, left = divmod(min(2 * (p - rank - 1) + (virtual_stages - 1) * p + 1, virtual_stages * m), p)
+    whole, begun = divmod(rounds, virtual_stages)
+    held = [whole * p + p * (part < begun) + left * (part == begun) for part in range(virtual_stages)]
+    return tuple(held)
 
 
 def rank_of_stage(schedule: str, num_ranks: int, stage: int) -> int:

@@ -102,7 +102,7 @@ def _pipeline(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[tuple[str, 
         return
     parts = f" of {pipeline.virtual_stages} parts each" if pipeline.virtual_stages > 1 else ""
     bubble = bubble_fraction(pipeline.schedule, num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)
-    idle = "" if bubble is None else f", ranks idle {100 * bubble:.1f} % of a step where stages take equally long"
+    idle = f", ranks idle {100 * bubble:.1f} % of a step where stages take equally long"
     yield (
         "pipeline",
         f"{plural(num_ranks, 'rank')}{parts}, {pipeline.schedule}{_mark(origins, 'pipeline.schedule')}, "

@@ -13,6 +13,7 @@ from engine.plan.cuts import row_range
 from engine.plan.estimates import num_moments
 from engine.plan.facts import ITEM_BYTES, ModelFacts
 from engine.plan.plan import Plan
+from engine.plan.stages import stages_of
 from engine.plan.units import Layout, compute_dtype, keeps_whole_gradients, layout, master_dtype
 
 BUCKETS_IN_FLIGHT = 3
@@ -50,15 +51,15 @@ class StateBytes:
         return self.parameters + self.masters + self.gradients + self.optimizer
 
 
-def count_states(plan: Plan, facts: ModelFacts, stage: int = 0) -> StateBytes:
-    """The first rank of a pipeline stage. The others hold as much but for padding and for a step counter (4 bytes) for
-    each tensor that is cut elsewhere."""
-    return states_by_rank(plan, facts, stage, 1)[0]
+def count_states(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> StateBytes:
+    """The first rank of those that hold a pipeline rank's part of the model. The others hold as much but for padding
+    and for a step counter (4 bytes) for each tensor that is cut elsewhere."""
+    return states_by_rank(plan, facts, pipeline_rank, 1)[0]
 
 
-def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0, ranks: int | None = None) -> list[StateBytes]:
-    """One entry for each of the first ``ranks`` (None: all) among which ZeRO cuts a pipeline stage."""
-    cut = layout(plan, facts, stage)
+def states_by_rank(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0, ranks: int | None = None) -> list[StateBytes]:
+    """One entry for each of the first ``ranks`` (None: all) among which ZeRO cuts what a pipeline rank holds."""
+    cut = layout(plan, facts, pipeline_rank)
     shards = plan.shard_size
     ranks = shards if ranks is None else ranks
     parameters, masters, gradients, elements, tensors = ([0] * ranks for _ in range(5))
@@ -96,7 +97,7 @@ def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0, ranks: int | N
             masters=masters[rank],
             gradients=gradients[rank],
             optimizer=None if moments is None else moments * elements[rank] + scalars * tensors[rank],
-            buffers=buffer_bytes(plan, facts),
+            buffers=buffer_bytes(plan, facts, pipeline_rank),
             temporary=temporary,
             largest_temporary=why,
             is_exact=is_exact,
@@ -105,10 +106,10 @@ def states_by_rank(plan: Plan, facts: ModelFacts, stage: int = 0, ranks: int | N
     ]
 
 
-def buffer_bytes(plan: Plan, facts: ModelFacts) -> int:
-    """Every rank's; floating ones in the dtype that the config asks for."""
-    wanted = plan.precision.buffers
-    return sum(b.numel * (ITEM_BYTES[wanted] if wanted and b.is_floating else b.item_bytes) for b in facts.buffers)
+def buffer_bytes(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> int:
+    """Floating ones in the dtype that the config asks for."""
+    wanted, here = plan.precision.buffers, stages_of(plan, facts).buffers_on(pipeline_rank)
+    return sum(b.numel * (ITEM_BYTES[wanted] if wanted and b.is_floating else b.item_bytes) for b in here)
 
 
 def _temporary(plan: Plan, cut: Layout) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from engine.plan.cuts import assign_owners, chunk_rows, group_runs, is_cut, owner_bounds, padded, runs
 from engine.plan.facts import ITEM_BYTES, ModelFacts, ParameterFacts
 from engine.plan.plan import Plan
+from engine.plan.stages import stages_of
 
 WHOLE_MATRICES = ("Muon", "Adafactor")
 """Optimizers that step on whole parameters: each has an owner."""
@@ -102,33 +103,10 @@ def keeps_whole_gradients(plan: Plan) -> bool:
     return plan.zero.stage < 2 or plan.shard_size == 1 or plan.degrees.pp > 1
 
 
-def stage_blocks(plan: Plan, facts: ModelFacts, stage: int) -> range:
-    """The blocks of one pipeline stage: as even as can be, the earlier stages the larger."""
-    size, more = divmod(len(facts.blocks), plan.degrees.pp)
-    first = stage * size + min(stage, more)
-    return range(first, first + size + (stage < more))
-
-
-def local_parameters(plan: Plan, facts: ModelFacts, stage: int = 0) -> list[ParameterFacts]:
-    """What a rank of one pipeline stage holds before ZeRO cuts it, in registration order, in local shapes.
-
-    The first stage has what stands before the blocks, the last what stands after; a tensor tied across is on both.
-    """
-    pp, tp = plan.degrees.pp, plan.degrees.tp
-    blocks = stage_blocks(plan, facts, stage)
-    last_before = max((i for i, p in enumerate(facts.parameters) if p.block is not None), default=0)
-    tied = {names[0] for names in facts.ties}
-    held = []
-    for index, parameter in enumerate(facts.parameters):
-        if parameter.block is not None:
-            is_here = parameter.block in blocks
-        elif parameter.name in tied:
-            is_here = stage in (0, pp - 1)
-        else:
-            is_here = stage == (pp - 1 if index > last_before else 0)
-        if pp == 1 or is_here:
-            held.append(parameter if tp == 1 or parameter.cut is None else _cut(parameter, tp))
-    return held
+def local_parameters(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[ParameterFacts]:
+    """What a pipeline rank holds before ZeRO cuts it, in registration order, in local shapes."""
+    tp, held = plan.degrees.tp, stages_of(plan, facts).held_by(rank)
+    return [parameter if tp == 1 or parameter.cut is None else _cut(parameter, tp) for parameter in held]
 
 
 def _cut(parameter: ParameterFacts, ranks: int) -> ParameterFacts:
@@ -138,25 +116,32 @@ def _cut(parameter: ParameterFacts, ranks: int) -> ParameterFacts:
     return replace(parameter, shape=tuple(shape))
 
 
-def layout(plan: Plan, facts: ModelFacts, stage: int = 0) -> Layout:
-    """How ZeRO cuts the parameters of one rank of a pipeline stage."""
-    held = local_parameters(plan, facts, stage)
+def layout(plan: Plan, facts: ModelFacts, rank: int = 0) -> Layout:
+    """How ZeRO cuts the parameters of a pipeline rank."""
+    held = local_parameters(plan, facts, rank)
     if plan.zero.stage == 3 and plan.shard_size > 1:
-        return _sharded(plan, facts, held)
+        return _sharded(plan, facts, held, rank)
     trained = [p for p in held if p.trainable]
-    return Layout(tuple(_buckets(plan, trained)), (), tuple(p for p in held if not p.trainable))
+    return Layout(tuple(_buckets(plan, facts, trained)), (), tuple(p for p in held if not p.trainable))
 
 
-def _buckets(plan: Plan, trained: Sequence[ParameterFacts], limit: int | None = None) -> Iterator[FlatBucket]:
-    ranks = plan.shard_size
+def _buckets(
+    plan: Plan, facts: ModelFacts, trained: Sequence[ParameterFacts], limit: int | None = None
+) -> Iterator[FlatBucket]:
+    ranks, stages = plan.shard_size, stages_of(plan, facts)
+    holders = {p.name: held if len(held := stages.holders(p)) > 1 else () for p in trained}
     whole = plan.optimizer is not None and plan.optimizer.type in WHOLE_MATRICES
-    owners = assign_owners([p.numel for p in trained], ranks) if whole else [0] * len(trained)
-    owner_of = {p.name: owner for p, owner in zip(trained, owners, strict=True)}
+    owner_of = dict.fromkeys(holders, 0)
+    for shared in sorted(set(holders.values())) if whole else ():
+        together = [p for p in trained if holders[p.name] == shared]
+        owners = assign_owners([p.numel for p in together], ranks)
+        owner_of |= {p.name: owner for p, owner in zip(together, owners, strict=True)}
     ordered = list(reversed(trained))
     if limit is None:
         limit = sum(p.numel for p in trained) if plan.zero.whole_groups else plan.zero.bucket_elements
-    ordered.sort(key=lambda p: _copies(plan, p))
-    for positions in runs([(p.numel, (p.dtype, _copies(plan, p))) for p in ordered], limit):
+    ordered.sort(key=lambda p: (_copies(plan, p), holders[p.name]))
+    kinds = [(p.numel, (p.dtype, _copies(plan, p), holders[p.name])) for p in ordered]
+    for positions in runs(kinds, limit):
         members = [ordered[position] for position in positions]
         numels = [p.numel for p in members]
         if whole:
@@ -175,21 +160,25 @@ def _copies(plan: Plan, parameter: ParameterFacts) -> int:
     return plan.degrees.tp if parameter.cut is None else 1
 
 
-def _sharded(plan: Plan, facts: ModelFacts, held: Sequence[ParameterFacts]) -> Layout:
+def _sharded(plan: Plan, facts: ModelFacts, held: Sequence[ParameterFacts], rank: int) -> Layout:
     """Groups of consecutive blocks that share nothing with the rest, and the rest as one unit.
 
-    Blocks are grouped by what they hold before tensor parallelism cuts them.
+    Blocks are grouped by what they hold before tensor parallelism cuts them, and within a pipeline stage.
     """
+    stages = stages_of(plan, facts)
     whole = {parameter.name: parameter.numel for parameter in facts.parameters}
     numels = [0] * len(facts.blocks)
     not_alone: set[int] = set()
     for parameter in held:
         if parameter.block is not None:
             numels[parameter.block] += whole[parameter.name]
-            not_alone |= _blocks_of(parameter, facts) if parameter.shared else set()
-    alone = [block for block in dict.fromkeys(p.block for p in held) if block is not None and block not in not_alone]
-    alone.sort()
-    groups = [[alone[at] for at in group] for group in group_runs([numels[b] for b in alone], plan.zero.group_elements)]
+            not_alone |= stages.blocks_of(parameter, rank) if parameter.shared else set()
+    filled = {p.block for p in held}
+    groups = []
+    for run in stages.runs(rank):
+        alone = [block for block in run if block in filled and block not in not_alone]
+        cut = group_runs([numels[block] for block in alone], plan.zero.group_elements)
+        groups += [[alone[at] for at in group] for group in cut]
     group_of = {block: index for index, group in enumerate(groups) for block in group}
     members: list[list[ParameterFacts]] = [[] for _ in groups]
     rest: list[ParameterFacts] = []
@@ -203,11 +192,5 @@ def _sharded(plan: Plan, facts: ModelFacts, held: Sequence[ParameterFacts]) -> L
         units.append(Unit(tuple(rest), again=False))
     uncut = [p for p in held if not is_cut(p.shape)]
     scalars = [p for p in uncut if p.trainable and not p.shape]
-    buckets = tuple(_buckets(plan, scalars, limit=len(scalars)))
+    buckets = tuple(_buckets(plan, facts, scalars, limit=len(scalars)))
     return Layout(buckets, tuple(units), tuple(p for p in uncut if p not in scalars))
-
-
-def _blocks_of(parameter: ParameterFacts, facts: ModelFacts) -> set[int]:
-    """The blocks that a shared parameter has names in."""
-    names = next((names for names in facts.ties if parameter.name in names), (parameter.name,))
-    return {at for at, block in enumerate(facts.blocks) if any(name.startswith(f"{block}.") for name in names)}

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     part = args.samples // 10
-    rows = [(part, 1, *measure(part, args.length, 1))]
+    rows: list[tuple[int, int, float, float | None]] = [(part, 1, *measure(part, args.length, 1))]
     rows.append((args.samples, args.workers, measure(args.samples, args.length, args.workers)[0], None))
     wall = rows[-1][2]
     facts = ", ".join(f"{key} {value}" for key, value in machine_facts().items())

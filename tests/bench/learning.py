@@ -106,12 +106,17 @@ def bars(found: Found, times: Mapping[str, float]) -> list[tuple[str, str, str, 
         loss = mean_loss(found[row.name])
         if loss is not None and plain is not None:
             made.append((f"{row.name}: validation loss", f"{loss:.4f}", f"<= {plain:.4f}", loss <= plain))
-    unstable, stable = (row.name for row in LARGE)
-    if unstable in found and stable in found:
+    for unstable, stable in ((plain.name, own.name) for plain, own in zip(LARGE[::2], LARGE[1::2], strict=True)):
+        if not (found.get(unstable) and found.get(stable)):
+            continue
         worst = min(spike(run) for run in found[unstable])
         made.append((f"{unstable}: spikes", f"{worst:.2f}", f"> {MAX_JUMP:.2f}", worst > MAX_JUMP))
         worst = max(spike(run) for run in found[stable])
         made.append((f"{stable}: spikes", f"{worst:.2f}", f"<= {MAX_JUMP:.2f}", worst <= MAX_JUMP))
+        plain, loss = mean_loss(found[unstable]), mean_loss(found[stable])
+        if loss is not None:
+            bar = "of the plain twin: none" if plain is None else f"<= {plain:.4f}"
+            made.append((f"{stable}: validation loss", f"{loss:.4f}", bar, plain is None or loss <= plain))
     return made
 
 
@@ -135,11 +140,12 @@ def page(
         + ", ".join(f"{name} {value}" for name, value in facts.items())
         + ".",
         "",
-        f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, {len(seeds)} seeds on which no setting was "
-        "chosen. Validation losses are in nats per byte, over 1024 samples; tokens and time are fractions of the plain "
-        "run's. A row that plans a whole run for a part of the plain run's time has a bar on both; the plain rows of "
-        "fewer steps, one seed each, are what that time gives without the feature. What else was tried, and "
-        "why bars are missed: [learning_tried.md](learning_tried.md).",
+        f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks; no setting was chosen on seeds "
+        f"{', '.join(map(str, seeds))}. Validation losses are in nats per byte, over 1024 samples. Tokens are fractions "
+        "of the first row's, times too; the times of large batches are fractions of their own first row's. A row that "
+        "plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one "
+        "seed each, are what that time gives without the feature. What else was tried, and why bars are missed: "
+        "[learning_tried.md](learning_tried.md).",
         "",
         "| row | steps | batch | lr | wall time | CPU time | tokens seen | tokens computed | validation loss | by seed "
         "| spread |",
@@ -217,8 +223,8 @@ def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
         label = f"{row.name}: {means[-1]:.3f} at the end"
         axes.plot(at, means, color=f"C{index}", label=label, linewidth=1.6)
     for index, row in enumerate(row for row in LESS if found.get(row.name)):
-        label = None if index else "plain, planned for less time (one seed)"
-        axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=label)
+        once = None if index else "plain, planned for less time (one seed)"
+        axes.plot(times[row.name], found[row.name][0]["curve"][-1][2], "kx", label=once)
     axes.set_xlabel("wall time, plain run = 1")
     axes.set_ylabel("validation loss, nats per byte")
     axes.set_ylim(top=3.2)
@@ -280,12 +286,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[row.name].append(measured("train", row.run(seed), args.results, args.timeout))
             last = found[row.name][-1]
             print(f"seed {seed}, {row.name}: {last['validation_loss']} {last['ended']}", file=sys.stderr, flush=True)
-    timed = [row for row in ROWS if row in rows]
     times: dict[str, float] = {}
     cpu_times: dict[str, float] = {}
-    if args.turns and len(timed) > 1:
-        seconds = measured("time", [row.run(FIRST_SEED, args.turns) for row in timed], args.results, args.timeout)
-        times, cpu_times = (time_ratios(timed, seconds[kind], ROWS[0]) for kind in ("wall", "cpu"))
+    for group, num_turns in ((ROWS, args.turns), (LARGE, args.turns // 4)):
+        if num_turns and any(row in rows for row in group):
+            runs = [row.run(FIRST_SEED, num_turns) for row in group]
+            seconds = measured("time", runs, args.results, args.timeout)
+            times |= time_ratios(group, seconds["wall"], group[0])
+            cpu_times |= time_ratios(group, seconds["cpu"], group[0])
     times |= {row.name: row.num_steps / ROWS[0].num_steps for row in LESS}
     pictures = [args.output.with_suffix(".png"), args.output.with_name(f"{args.output.stem}_large.png")]
     text = page(seeds, found, times, cpu_times, machine_facts(), [picture.name for picture in pictures])

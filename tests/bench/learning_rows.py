@@ -77,9 +77,9 @@ def layer_drop(theta: float, gamma: float) -> dict[str, Any]:
 
 ROWS = (
     Row("plain", 360),
-    Row("curriculum", 450, lr=2e-3, changes=curriculum(8, 450), max_time=0.60),
-    Row("random-LTD", 306, changes=random_ltd(64, 204), max_time=0.75),
-    Row("layer drop", 410, changes=layer_drop(0.5, 0.25), max_time=0.80),
+    Row("curriculum", 420, lr=2e-3, changes=curriculum(8, 420), max_time=0.60),
+    Row("random-LTD", 350, changes=random_ltd(32, 350), max_time=0.75),
+    Row("layer drop", 350, changes=layer_drop(0.5, 0.0075), max_time=0.80),
 )
 """The first is what the others are compared with."""
 
@@ -91,7 +91,9 @@ LESS = (
 """What as much time gives without any of it: one seed shows it."""
 
 LARGE = (
-    Row("plain, 4 x batch and rate", 48, lr=1.6e-2, global_batch=64),
-    Row("curriculum, 4 x batch and rate", 48, lr=1.6e-2, global_batch=64, changes=curriculum(16, 40)),
+    Row("plain, 4 x batch, 4 x rate", 48, lr=1.6e-2, global_batch=64),
+    Row("curriculum, 4 x batch, 4 x rate", 48, lr=1.6e-2, global_batch=64, changes=curriculum(16, 40)),
+    Row("plain, 4 x batch, 8 x rate", 48, lr=3.2e-2, global_batch=64),
+    Row("curriculum, 4 x batch, 8 x rate", 48, lr=3.2e-2, global_batch=64, changes=curriculum(16, 40)),
 )
-"""An unstable run and its stable twin: 4 times the batch and the learning rate of the plain run."""
+"""Pairs: a run that may be unstable, and its twin that should not be. Batch and rate: multiples of the plain run's."""

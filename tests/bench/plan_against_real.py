@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.bench.process import machine_facts, publish
+from tests.bench.process import machine_facts
 from tests.harness import Ranks
 from tests.plan.real_counts import ROWS, STATES, Counts, counted, planned
 from tests.result_file import table
@@ -72,22 +72,35 @@ def _both(one: int, other: int) -> str:
     return f"{one:,}" if one == other else f"{one:,} / {other:,}"
 
 
+def earlier(page: Path | None) -> dict[str, list[str]]:
+    """The rows of a page that is there already."""
+    lines = page.read_text().splitlines() if page is not None and page.exists() else []
+    cells = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines if line.startswith("| ")]
+    return {found[0]: found for found in cells if found[0] in ROWS}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the page here too")
+    parser.add_argument(
+        "--output", type=Path, help="write the page here too; rows that do not run stay as they are there"
+    )
     parser.add_argument("--rows", default="", help="only rows whose name has this in it")
     arguments = parser.parse_args()
-    ranks, rows, wrong = Ranks(), [], []
+    ranks, rows, wrong = Ranks(), earlier(arguments.output), []
+    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
+    page = ""
     for row, (world, config) in ROWS.items():
         if arguments.rows in row:
             by_plan, by_rank = planned(world, config), ranks(world).run(counted, config, timeout=600)
-            rows.append(line_of(row, by_plan, by_rank))
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            rows[row] = line_of(row, by_plan, by_rank)
+            print(" | ".join(rows[row]), file=sys.stderr, flush=True)
             wrong += [f"{row}: {line}" for line in differences(by_plan[0], by_rank[0])]
+            lines = table(COLUMNS, (rows[name] for name in ROWS if name in rows))
+            page = f"{INTRODUCTION}{facts}.\n\n" + "\n".join(lines) + "\n"
+            if arguments.output is not None:
+                arguments.output.write_text(page)
     ranks.shutdown()
-    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
-    page = f"{INTRODUCTION}{facts}.\n\n" + "\n".join(table(COLUMNS, rows)) + "\n"
-    publish(page, arguments.output)
+    print(page)
     for problem in wrong:
         print(problem, file=sys.stderr)
     return 1 if wrong else 0

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Job:
     num_steps: int
     timed: tuple[int, int]
     alone: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def run_job(job: Job, workload: Workload, network: Hosts, timeout_seconds: float
     """What the ranks left behind. Raises RuntimeError with the output of the first rank that fails."""
     workload = workload.override(num_steps=job.num_steps)
     marks = sorted({0, *job.timed, job.num_steps})
-    argument = json.dumps({"workload": workload.to_json(), "optimizer": job.optimizer, "marks": marks})
+    argument = json.dumps(
+        {"workload": workload.to_json(), "optimizer": job.optimizer, "config": job.config, "marks": marks}
+    )
     size = 1 if job.alone else network.size
     with tempfile.TemporaryDirectory(prefix="slow-network-") as folder:
         running = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import engine
 from tests.bench.workload import Workload, batches, build_model
@@ -31,6 +32,7 @@ def main() -> None:
         "optimizer": job["optimizer"],
         "zero_optimization": {"stage": 0},
         "steps_per_print": 1_000_000,
+        **job["config"],
     }
     model = build_model(workload)
     num_elements = sum(parameter.numel() for parameter in model.parameters())
@@ -44,11 +46,10 @@ def main() -> None:
                 dist.barrier()
             marks[step] = sent_bytes(INTERFACE)
 
-    for number, ((tokens, targets),) in enumerate(batches(workload, rank)):
+    for number, window in enumerate(windows(workload, model_engine)):
         mark(number)
         started, cpu = time.perf_counter(), time.process_time()
-        model_engine.backward(model_engine(tokens, targets))
-        model_engine.step()
+        model_engine.train_batch(iter(window))
         report = model_engine.last_report
         assert report is not None
         spent = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
@@ -59,6 +60,14 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # gloo's threads now and then hang in the interpreter's own teardown
+
+
+def windows(workload: Workload, model_engine: engine.Engine) -> list[list[tuple[Tensor, Tensor]]]:
+    """The micro-batches of each step: this rank's own; under a pipeline those of all ranks, in turn."""
+    mesh = model_engine.mesh
+    of_ranks = range(mesh.world_size) if mesh.degrees["pp"] > 1 else [mesh.rank]
+    together = zip(*(batches(workload, rank) for rank in of_ranks), strict=True)
+    return [[micro for own in step for micro in own] for step in together]
 
 
 if __name__ == "__main__":

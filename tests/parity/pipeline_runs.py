@@ -131,7 +131,7 @@ LAYOUTS = {
 }
 """Ranks, pipeline ranks, tp ranks."""
 THREE_WAYS = [Case(8, 2, "1f1b", 1, tp=2), Case(8, 2, "interleaved_1f1b", 3, tp=2)]
-HYBRID = [Case(8, 2, schedule, 3, precision, shards=2) for schedule, precision in (("1f1b", "fp32"), ("zbv", "bf16"))]
+HYBRID = [Case(8, 2, name, 3, kind, micro_batches=3, shards=2) for name, kind in (("1f1b", "fp32"), ("zbv", "bf16"))]
 """Two replicas of two shards each, in two stages."""
 
 

@@ -19,6 +19,7 @@ import engine
 from tests.parity.runs import Pieces, assemble, pieces_of
 from tests.parity.small import GLOBAL_BATCH, VOCABULARY_SIZE, config_of, gpt, seeded
 from tests.parity.test_resume import moments_of
+from tests.parity.tiers import tiers
 from tests.parity.toy import toy_batch
 
 SAVED_AT, MORE_STEPS = 3, 2
@@ -33,7 +34,6 @@ LAYOUTS |= {
 }
 """Name -> ranks and `zero_optimization`. "mics": two replicas of a model that is cut in two (HSDP)."""
 
-PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS]
 QUICK = [
     ("stage0x1", "stage3x4"),
     ("stage0x2", "mics2of4"),
@@ -47,6 +47,12 @@ QUICK = [
     ("mics2of4", "stage3x2"),
     ("mics2of4", "stage2x3"),
     ("hpz2of4", "mics2of4"),
+    ("pp2", "stage0x1"),
+    ("stage2x2", "pp2x2sharded"),
+    ("pp2x2sharded", "pp3"),
+    ("pp3", "pp2x2"),
+    ("pp2x2", "stage3x2"),
+    ("stage3x4", "pp2"),
 ]
 
 
@@ -63,14 +69,7 @@ LAYOUTS |= {
     "pp2x2sharded": (4, {"stage": 3}),
 }
 """Pipelines, "x2": each stage on two data-parallel ranks."""
-PIPELINE_PAIRS = [
-    ("pp2", "stage0x1"),
-    ("stage2x2", "pp2x2sharded"),
-    ("pp2x2sharded", "pp3"),
-    ("pp3", "pp2x2"),
-    ("pp2x2", "stage3x2"),
-    ("stage3x4", "pp2"),
-]
+PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS]
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
@@ -191,15 +190,7 @@ def saved_under(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        *(pytest.param(saved, loaded, id=f"{saved}-to-{loaded}") for saved, loaded in PIPELINE_PAIRS),
-        *(
-            pytest.param(
-                saved, loaded, id=f"{saved}-to-{loaded}", marks=[] if (saved, loaded) in QUICK else pytest.mark.slow
-            )
-            for saved, loaded in PAIRS
-        ),
-    ],
+    [pytest.param(*pair, id="-to-".join(pair), marks=marks) for pair, marks in tiers(PAIRS, QUICK, slow_of=13)],
 )
 def test_layout_to_layout(ranks, saved_under, saved, loaded):
     folder, before = saved_under(saved)

@@ -104,7 +104,7 @@ def counted(config: dict[str, Any], kind: str = "toy") -> Counts:
         activations = backward(STEPS)
     reduction = model_engine.roles.reduction
     reduction.finish()
-    states = _held(model_engine, reduction)
+    states = states_held(model_engine, reduction)
     model_engine.destroy()
     return Counts(states, {key: counts for key, counts in calls.items() if counts[0]}, activations)
 
@@ -150,7 +150,7 @@ def held_bytes(tensors: list[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def _held(model_engine: Any, reduction: Any) -> dict[str, int]:
+def states_held(model_engine: Any, reduction: Any) -> dict[str, int]:
     parts = getattr(reduction, "_parts", (reduction,))
     buckets = [bucket for part in parts for bucket in getattr(part, "buckets", ())]
     parameters = [p.data for p in model_engine.module.parameters()]

@@ -64,7 +64,7 @@ def test_virtual_stages_and_schedules_that_do_not_fit():
 def test_what_cannot_go_with_a_pipeline_is_named():
     found = problems(
         world=8,
-        pipeline={"stages": 2, "partition": "time"},
+        pipeline={"stages": 2},
         managed_gradient_accumulation=False,
         sequence_parallel_size=2,
         optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
@@ -72,7 +72,6 @@ def test_what_cannot_go_with_a_pipeline_is_named():
     split = {"size": 2, "plan": {"*.norm": "sequence"}}
     found |= problems(world=8, pipeline={"stages": 2}, tensor_parallel=split)
     for path in (
-        "pipeline.partition",
         "managed_gradient_accumulation",
         "sequence_parallel_size",
         "optimizer.type",
@@ -108,16 +107,24 @@ def test_zero_inside_a_window_is_told():
         ("interleaved_1f1b", 4, 8, 2, 3 / 19),
         ("1f1b", 8, 32, 1, 7 / 39),
         ("interleaved_1f1b", 8, 32, 2, 7 / 71),
+        ("zero_bubble", 4, 8, 1, 3 / 27),
+        ("zbv", 4, 8, 2, 3 / 51),
     ],
 )
 def test_bubble_formulas(schedule, ranks, micro_batches, virtual, fraction):
     assert bubble_fraction(schedule, ranks, micro_batches, virtual) == pytest.approx(fraction)
-    assert bubble_fraction("zbv", ranks, micro_batches) is None
 
 
 def test_who_holds_what():
     assert stages_of_rank("interleaved_1f1b", 2, 2, 0) == [0, 2]
     assert stages_of_rank("zbv", 3, 2, 0) == [0, 5]
     assert [rank_of_stage("dualpipev", 2, stage) for stage in range(4)] == [0, 1, 1, 0]
-    assert [activations_held("1f1b", 4, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert activations_held("gpipe", 4, 8, 0) == 8
+    assert [activations_held("1f1b", 4, 8, rank) for rank in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert activations_held("gpipe", 4, 8, 0) == (8,)
+    assert [activations_held("interleaved_1f1b", 4, 8, rank, 2) for rank in range(4)] == [
+        (7, 4),
+        (5, 4),
+        (4, 3),
+        (4, 1),
+    ]
+    assert activations_held("dualpipev", 4, 8, 0, 2) == (5, 4)

@@ -45,7 +45,7 @@ def trained(loss: float | None, losses: tuple[float, ...] = (3.0, 2.0)) -> dict[
 
 def found() -> dict[str, list[dict[str, Any]]]:
     plain, curriculum, ltd, _ = ROWS
-    unstable, stable = LARGE
+    unstable, stable, *_ = LARGE
     return {
         plain.name: [trained(2.1), trained(2.3)],
         curriculum.name: [trained(2.0), trained(2.2)],

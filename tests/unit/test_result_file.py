@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.bench.process import REPOSITORY
 from tests.result_file import DEVIATION, ROW, Deviation, ResultFile, read_outcomes
 
 
@@ -41,3 +42,11 @@ def test_portions_add_up(tmp_path: Path) -> None:
     first, second, third = read_outcomes(path)
     assert (first.test, first.row, first.deviation) == ("first", "r", Deviation(1e-6))
     assert (second.outcome, third.outcome) == ("passed", "passed")
+
+
+def test_the_page_of_the_repository_has_every_row() -> None:
+    outcomes = read_outcomes(REPOSITORY / "docs" / "benchmarks" / "matrix.md")
+    assert not [outcome.test for outcome in outcomes if outcome.outcome != "passed"]
+    splits = ("tp2", "tp4", "dp2 x tp2", "hsdp 2 x 2 x tp2", "sp2", "cp2")
+    rows = {f"{split}, stage {stage}, {dtype}" for split in splits for stage in range(4) for dtype in ("fp32", "bf16")}
+    assert rows <= {outcome.row for outcome in outcomes if outcome.deviation is not None}

@@ -117,8 +117,8 @@ class PipelineSection(Section):
     )
     partition: str | list[int] = Field(
         "best",
-        description='How layers are dealt out: "parameters" (and "best"), "uniform", "type:REGEX", or the number of '
-        "layers of each stage.",
+        description='How layers are dealt out: "parameters" (and "best"), "time" (measured), "uniform", "type:REGEX", '
+        "or the number of layers of each stage.",
     )
     micro_batches: int | None = Field(
         None, ge=1, description="Micro-batches of a window on a rank; null: gradient_accumulation_steps."
@@ -133,7 +133,7 @@ class PipelineSection(Section):
     grad_partitioned: bool = Field(True, description="Send gradients in shards under tensor parallelism.")
 
     def faults(self) -> Iterator[Fault]:
-        allowed = '"uniform", "parameters", "best", "type:REGEX" or a list of counts'
+        allowed = '"uniform", "parameters", "best", "time", "type:REGEX" or a list of counts'
         if not isinstance(self.partition, str):
             if not self.partition or min(self.partition) < 1:
                 yield Fault("partition", f"{self.partition} leaves a stage without layers", "counts of at least 1")

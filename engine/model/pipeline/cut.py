@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 
 from engine.contracts import EngineError, PipelineError
 from engine.mesh import Mesh
-from engine.model.pipeline.layers import Layers, Place, describe, find_layers, place_of
+from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
+from engine.model.pipeline.profile import times_of_layers
 from engine.model.zero.layout import compute_dtype
 from engine.parameters import ParameterRegistry, persistent_buffers
 from engine.plan import Plan
-from engine.plan.partition import Bounds, cut
+from engine.plan.partition import Bounds
 from engine.plan.pipeline_schedules import rank_of_stage, stages_of_rank
+from engine.plan.stages import stages_of
 from engine.torch_compat import children_of, tree_leaves, tree_map_tensors
 
 
@@ -210,15 +213,30 @@ class StagedModel:
 
 
 def apply(
-    model: nn.Module, registry: ParameterRegistry, blocks: Sequence[nn.Module], plan: Plan, mesh: Mesh
+    model: nn.Module,
+    registry: ParameterRegistry,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    sample: Callable[[], Any] = lambda: None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> StagedModel:
-    """Cut ``model`` and tell ``registry`` which rank holds what. No communication.
+    """Cut ``model`` and tell ``registry`` which rank holds what.
 
-    Raises EngineError where the partition does not fit the layers.
+    ``sample()`` is a batch, None where there is none: the partition "time" runs it through the model before the cut,
+    and all ranks agree on the times. Otherwise there is no communication.
+
+    Raises EngineError where the partition does not fit the layers, and where times cannot be measured.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    layers, bounds, _ = layout_of(model, blocks, plan)
+    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+    shapes = {info.name: info.global_shape for info in registry.infos}
+    facts = layered_facts(model, layers)
+    facts = replace(facts, parameters=tuple(replace(p, shape=shapes[p.name]) for p in facts.parameters))
+    if pipeline.partition == "time":
+        facts = replace(facts, layer_times=times_of_layers(model, layers, plan, mesh, sample(), loss_fn))
+    bounds = stages_of(plan, facts).bounds
     num_ranks, num_stages = plan.degrees.pp, len(bounds) - 1
     stage_of = {p: s for s, (a, b) in enumerate(itertools.pairwise(bounds)) for p in range(a, b)}
     rank_of = {stage: rank_of_stage(pipeline.schedule, num_ranks, stage) for stage in range(num_stages)}
@@ -245,26 +263,6 @@ def apply(
     _drop(model, registry, plan, mesh.device)
     model.register_load_state_dict_pre_hook(functools.partial(_leave_out, whole - set(model.state_dict())))
     return staged
-
-
-def layout_of(model: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> tuple[Layers, Bounds, dict[Place, int]]:
-    """The layers, where they are cut, and how many trainable elements stand around them, by the ends that hold them."""
-    pipeline = plan.pipeline
-    assert pipeline is not None
-    path = plan.config.model.blocks if plan.config.model else None
-    layers = find_layers(model, blocks, path)
-    around: dict[Place, int] = {"first": 0, "last": 0, "both": 0}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and layers.position_of(name) is None:
-            around[place_of(model, layers, name)] += parameter.numel()
-    bounds = cut(
-        pipeline.partition,
-        describe(layers),
-        plan.degrees.pp * pipeline.virtual_stages,
-        around["first"] + around["both"],
-        around["last"] + around["both"],
-    )
-    return layers, bounds, around
 
 
 @torch.no_grad()

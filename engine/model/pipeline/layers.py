@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
 from engine.config.messages import EngineError
-from engine.plan.partition import Layer
+from engine.model.facts import read_facts
+from engine.plan import ModelFacts
 from engine.torch_compat import children_of
 
 Place = Literal["first", "last", "both"]
@@ -78,12 +79,16 @@ def place_of(model: nn.Module, layers: Layers, name: str) -> Place:
     return "first" if is_embedding or "embed" in owner.lower() else "both"
 
 
-def describe(layers: Layers) -> list[Layer]:
-    """The layers as the partition weighs them. A parameter that several layers share counts in each."""
-    return [
-        Layer(layers.name(position), kind_of(layer), sum(p.numel() for p in layer.parameters() if p.requires_grad))
-        for position, layer in enumerate(layers.modules)
-    ]
+def layered_facts(model: nn.Module, layers: Layers) -> ModelFacts:
+    """The record of a model that is cut into pipeline stages: its blocks are the layers."""
+    facts = read_facts(model, layers.modules)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if layers.position_of(name) is None]
+    return replace(
+        facts,
+        blocks=tuple(layers.name(position) for position in range(len(layers.keys))),
+        layer_kinds=tuple(kind_of(layer) for layer in layers.modules),
+        ends=tuple((name, place_of(model, layers, name)) for name in names),
+    )
 
 
 def kind_of(layer: nn.Module) -> str:

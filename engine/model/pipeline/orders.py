@@ -7,7 +7,7 @@ schedule_runner.py (docs/adr/0017-pipeline-runner.md says why).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,17 +124,26 @@ class Slot:
     """An action in `timeline`, from ``start`` to ``end``."""
 
     action: Action
-    start: int
-    end: int
+    start: float
+    end: float
+
+
+def one_forward(action: Action) -> float:
+    """How long actions take where stages are alike, in forwards: a backward 2, each half of it 1."""
+    return 2 if action.kind == "B" else 1
 
 
 def timeline(
-    schedule: str, num_ranks: int, virtual_stages: int, num_micro_batches: int
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_micro_batches: int,
+    duration: Callable[[Action], float] = one_forward,
 ) -> tuple[tuple[Slot, ...], ...]:
-    """When each rank computes what if a forward takes 1, a backward 2 (each half 1), and the wire nothing."""
+    """When each rank computes what, if transfers take no time."""
     last = num_ranks * virtual_stages - 1
     waiting = [[a for a in order if a] for order in orders(schedule, num_ranks, virtual_stages, num_micro_batches)]
-    ended: dict[tuple[str, int, int], int] = {}
+    ended: dict[tuple[str, int, int], float] = {}
     slots: list[list[Slot]] = [[] for _ in waiting]
     while any(waiting):
         for rank, queue in enumerate(waiting):
@@ -147,7 +156,26 @@ def timeline(
                 queue.pop(0)
                 free = slots[rank][-1].end if slots[rank] else 0
                 start = free if action.kind == "W" else max(free, ended.get(need, 0))
-                slots[rank].append(Slot(action, start, start + (2 if action.kind == "B" else 1)))
+                slots[rank].append(Slot(action, start, start + duration(action)))
                 if action.kind != "W":
-                    ended[way, action.stage, action.micro_batch] = slots[rank][-1].end
+                    ended["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = slots[rank][-1].end
     return tuple(map(tuple, slots))
+
+
+def idle_fraction(slots: Sequence[Sequence[Slot]]) -> float:
+    """The part of the ranks' time, until the last ends, in which they wait."""
+    busy = sum(slot.end - slot.start for row in slots for slot in row)
+    end = max(row[-1].end for row in slots)
+    return 1 - busy / (end * len(slots)) if end else 0.0
+
+
+def most_held(order: Sequence[Action | None]) -> int:
+    """The most micro-batches whose activations a rank keeps at once, counted in each of its stages.
+
+    They are kept from the forward to the backward, or to the half that computes the gradients of weights.
+    """
+    held = most = 0
+    for action in _merged(order):
+        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most

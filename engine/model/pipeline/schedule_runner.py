@@ -63,6 +63,8 @@ class ScheduleRunner:
         self._transfers = Transfers(group, lambda stage: rank_of_stage(schedule, num_ranks, stage), mesh.device)
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._is_running = False
+        self.most_held = 0
+        """The most micro-batches whose activations were kept at once in training, counted in each stage of the rank."""
         self._passages: dict[tuple[int, int], _Passage] = {}
         self._handed_on: dict[tuple[str, int, int], Any] = {}
         self._posted: dict[tuple[str, int, int], tuple[list[Tensor], list[Transfer]]] = {}
@@ -145,6 +147,7 @@ class ScheduleRunner:
     def _forward(self, engine: Any, stage: int, index: int, micro_batches: Sequence[MicroBatch]) -> None:
         micro_batch, passage = micro_batches[index], _Passage()
         self._passages[stage, index] = passage
+        self.most_held = max(self.most_held, len(self._passages))
         received, is_first_of_kind = self._received(stage, index, micro_batch, passage)
         step, coordinate = engine.global_steps, engine.mesh.dp_rank
 

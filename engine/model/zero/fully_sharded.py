@@ -27,12 +27,11 @@ from engine.model.zero.shards import MAX_NUMEL_OF_ONE_SUM, ParameterShard, first
 from engine.parameters import ParameterInfo, ParameterRegistry
 from engine.plan import PrecisionPlan, ZeroPlan
 from engine.plan.cuts import group_runs, is_cut, row_range
-from engine.torch_compat import foreach_norm, one_mesh_to_reshard_to, reduce_fully_sharded
+from engine.torch_compat import foreach_norm, reduce_fully_sharded
 
 log = logging.getLogger("engine")
 
 
-@one_mesh_to_reshard_to()
 def shard_model(
     model: nn.Module,
     runs: Sequence[Sequence[nn.Module]],

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from engine.model.pipeline.orders import Action, orders, with_transfers
+from engine.model.pipeline.orders import Action, idle_fraction, most_held, orders, timeline, with_transfers
 from engine.plan.pipeline_schedules import activations_held, bubble_fraction, rank_of_stage, stages_of_rank
 
 VIRTUAL = [
@@ -58,36 +58,30 @@ def test_two_ranks_meet_their_transfers_in_one_order(schedule, virtual, ranks, m
         assert exchanged(one, other) == exchanged(other, one)
 
 
-def simulate(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tuple[float, list[int]]:
-    """(idle part of the step, most micro-batches held by each rank): a forward takes 1, a backward 2, a wire nothing;
-    with virtual stages all of it that part less."""
-    waiting = [[a for a in order if a] for order in orders(schedule, ranks, virtual, micro_batches)]
-    free, ended = [0.0] * ranks, {}
-    held, most = [0] * ranks, [0] * ranks
-    while any(waiting):
-        for rank, queue in enumerate(waiting):
-            while queue:
-                action = queue[0]
-                neighbour = action.stage - 1 if action.kind == "F" else action.stage + 1
-                need = (action.kind, neighbour, action.micro_batch)
-                if 0 <= neighbour < ranks * virtual and need not in ended:
-                    break
-                queue.pop(0)
-                start = max(free[rank], ended.get(need, 0.0))
-                free[rank] = start + (1.0 if action.kind == "F" else 2.0) / virtual
-                ended[action.kind, action.stage, action.micro_batch] = free[rank]
-                held[rank] += 1 if action.kind == "F" else -1
-                most[rank] = max(most[rank], held[rank])
-    total = max(free)
-    return 1 - 3.0 * micro_batches / total, most
+SUITED = [(schedule, virtual, p, m) for (schedule, virtual), p, m in itertools.product(VIRTUAL, (2, 3, 4), (8, 12, 24))
+          if m % p == 0]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("schedule", "virtual", "ranks", "micro_batches"),
-    [("gpipe", 1, 4, 8), ("1f1b", 1, 4, 8), ("1f1b", 1, 3, 5), ("interleaved_1f1b", 2, 4, 8), ("1f1b", 1, 4, 2)],
-)
+@pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), [*SUITED, ("1f1b", 1, 4, 2)])
 def test_idle_time_and_activations_are_the_formulas(schedule, virtual, ranks, micro_batches):
-    idle, most = simulate(schedule, ranks, virtual, micro_batches)
+    idle = idle_fraction(timeline(schedule, ranks, virtual, micro_batches))
     assert idle == pytest.approx(bubble_fraction(schedule, ranks, micro_batches, virtual))
-    if virtual == 1:
-        assert most == [activations_held(schedule, ranks, micro_batches, rank) for rank in range(ranks)]
+    most = [most_held(order) for order in orders(schedule, ranks, virtual, micro_batches)]
+    assert most == [sum(activations_held(schedule, ranks, micro_batches, rank, virtual)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), CELLS)
+def test_for_other_numbers_the_formulas_are_bounds(schedule, virtual, ranks, micro_batches):
+    idle = idle_fraction(timeline(schedule, ranks, virtual, micro_batches))
+    assert idle >= bubble_fraction(schedule, ranks, micro_batches, virtual) - 1e-9
+    for rank, order in enumerate(orders(schedule, ranks, virtual, micro_batches)):
+        assert most_held(order) <= sum(activations_held(schedule, ranks, micro_batches, rank, virtual))
+
+
+def test_a_rank_idles_and_keeps_what_one_can_count_by_hand():
+    """Two stages, two micro-batches, 1F1B: F0 F1 . . B0 B0 . B1 B1 of 9, and F0 B0 B0 F1 B1 B1 in the middle of it."""
+    first, second = timeline("1f1b", 2, 1, 2)
+    assert [(str(s.action), s.start, s.end) for s in first] == [("F0", 0, 1), ("F1", 1, 2), ("B0", 4, 6), ("B1", 7, 9)]
+    assert [(str(s.action), s.start, s.end) for s in second] == [("F0", 1, 2), ("B0", 2, 4), ("F1", 4, 5), ("B1", 5, 7)]
+    assert idle_fraction((first, second)) == pytest.approx(1 / 3)
+    assert [most_held(order) for order in orders("1f1b", 2, 1, 2)] == [2, 1]

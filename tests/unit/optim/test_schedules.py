@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import engine
 from engine.contracts import EngineError, SavedLayout, Stateful
 from engine.optim.one_cycle import OneCycle
 from engine.optim.schedule_factory import available_schedules, build_schedule
@@ -349,3 +351,33 @@ def test_every_listed_schedule_is_a_schedule() -> None:
     assert names[:5] == ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle"]
     assert {"CosineAnnealingLR", "ExponentialLR", "OneCycleLR"} <= set(names)
     assert not {"LRScheduler", "LambdaLR", "ReduceLROnPlateau"} & set(names)
+
+
+ONE_CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_min_mom": 0.5, "cycle_max_mom": 0.95}
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10, "warmup_max_lr": 0.1}},
+        {"type": "OneCycle", "params": {**ONE_CYCLE, "cycle_first_step_size": 4}},
+    ],
+)
+def test_a_load_without_the_schedule_leaves_what_it_has_set(scheduler: dict[str, Any], tmp_path: Path) -> None:
+    def start(**more: Any) -> engine.Engine:
+        sgd = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}}
+        config = {"train_batch_size": 1, "optimizer": sgd, **more}
+        return engine.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+
+    def is_set(model_engine: engine.Engine) -> list[tuple[float, float]]:
+        assert model_engine.optimizer is not None
+        return [(group["lr"], group["momentum"]) for group in model_engine.optimizer.param_groups]
+
+    saved, resumed = start(), start(scheduler=scheduler)
+    saved.save_checkpoint(tmp_path)
+    before = is_set(resumed)
+    assert before != is_set(saved)
+    resumed.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert is_set(resumed) == before
+    saved.destroy()
+    resumed.destroy()
