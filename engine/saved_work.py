@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a run is: steps counted (skipped ones included), steps applied, training forward of the window, from 0, and
-    how many of its micro-batch's samples (local) others take, which a pipeline has cut off in front."""
+    """Where a run is: steps counted (skipped ones included), steps applied, training forward of the window, from 0; and
+    where a pipeline cuts its micro-batch up: how many of the samples (local) are in front, and of how many parts this
+    is one."""
 
     global_steps: int = 0
     applied_steps: int = 0
     micro_step: int = 0
     first_sample: int = 0
+    num_parts: int = 1
 
 
 @dataclass

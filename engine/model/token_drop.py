@@ -176,11 +176,12 @@ class TokenDrop(ReplacedForwards[Forward]):
         """int64 (samples, kept), ascending; with ``shared`` the same for all samples of the micro-batch."""
         place, size = forward.place, self._micro_batch_size
         first = (place.micro_step * self._dp_size + self._dp_rank) * size + place.first_sample
-        # more samples than a micro-batch has: sequences that a curriculum split
+        # more rows than samples: a curriculum split each sequence into as many that follow each other
+        per_sample = max(1, -(-tokens.num_samples * place.num_parts // size))
         samples = (
             [(first, 0)] * tokens.num_samples
             if shared
-            else [(first + at % size, at // size) for at in range(tokens.num_samples)]
+            else [(first + at // per_sample, at % per_sample) for at in range(tokens.num_samples)]
         )
         seeds = [stream_seed(self.seed, "kept_tokens", place.global_steps, layer, *sample) for sample in samples]
         return kept_positions(seeds, tokens.num_tokens, forward.num_kept, device)

@@ -20,9 +20,9 @@ from engine.random import stream_seed
 WORD = 2**64 - 1
 
 
-def kept(seed: int, step: int, layer: int, sample: int, num_tokens: int, num_kept: int) -> list[int]:
-    """The positions of one sample of the global batch, by SplitMix64 in Python's integers."""
-    state, bits = stream_seed(seed, "kept_tokens", step, layer, sample, 0), max(1, (num_tokens - 1).bit_length())
+def kept(seed: int, step: int, layer: int, sample: int, num_tokens: int, num_kept: int, piece: int = 0) -> list[int]:
+    """The positions of one sample of the global batch, or of a piece of it, by SplitMix64 in Python's integers."""
+    state, bits = stream_seed(seed, "kept_tokens", step, layer, sample, piece), max(1, (num_tokens - 1).bit_length())
     keys = []
     for position in range(num_tokens):
         z = (state + (position + 1) * 0x9E3779B97F4A7C15) & WORD

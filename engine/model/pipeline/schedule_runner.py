@@ -129,7 +129,7 @@ class ScheduleRunner:
         """What layers leave out is drawn as without a pipeline: by the micro-batch of the accumulation."""
         micro_step, piece = divmod(index, self._pieces)
         first_sample = piece * self._plan.batch.micro_batch_size // self._pieces
-        place = engine._place()._replace(micro_step=micro_step, first_sample=first_sample)
+        place = engine._place()._replace(micro_step=micro_step, first_sample=first_sample, num_parts=self._pieces)
         saved_work: SavedWork = engine.roles.saved_work
         return saved_work.passing((stage, index), place)
 

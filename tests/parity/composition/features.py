@@ -129,6 +129,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tp 2", "tp", {"tensor_parallel": {"size": 2}}, axis="tp", degree=2),
     Feature("sp 2", "sp", {"sequence_parallel_size": 2}, axis="sp", degree=2),
     Feature("cp 2", "cp", {"parallel": {"context_parallel": 2}}, axis="cp", degree=2),
+    Feature(
+        "pp 2", "pp", {"pipeline": {"stages": 2}}, axis="pp", degree=2, traits=frozenset({"train_batch"})
+    ),
 )  # fmt: skip
 FROZEN = ("blocks.0.", "position_embedding")
 ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from engine.optim.lamb import Lamb
 from tests.parity.composition.features import (
     CLIP,
+    GLOBAL_BATCH,
     LR,
     NUM_BLOCKS,
+    SEQUENCE_LENGTH,
     Cell,
 )
 from tests.parity.composition.model import batch_of, model_of
@@ -80,17 +82,19 @@ def loss_of(cell: Cell, model: Any, batch: Batch, step: int, index: int, applied
     if cell.has("drops layers"):
         micro = index // cell.dp
         gates = [DROP.gate(step, micro, layer, NUM_BLOCKS, applied) for layer in range(1, NUM_BLOCKS + 1)]
-    first_sample = index * len(batch["input_ids"])
+    pieces = SEQUENCE_LENGTH // PIECES[applied] if cell.has("reshapes") else 1
+    first_sample = index * GLOBAL_BATCH // cell.num_parts
 
     def block_of(block: nn.Module, x: Tensor, layer: int) -> Tensor:
         if not cell.has("drops tokens") or layer in (1, NUM_BLOCKS):
             return block(x)
         rows = []
-        for sample in range(len(x)):
+        for row in range(len(x)):
+            sample, piece = divmod(row, pieces)
             number = min(KEPT_TOKENS[applied], x.shape[1])
-            positions = kept(0, step, layer - 1, first_sample + sample, x.shape[1], number)
-            computed = dict(zip(positions, gpt_block(block, x[sample], positions), strict=True))
-            rows.append(torch.stack([computed.get(at, x[sample, at]) for at in range(x.shape[1])]))
+            positions = kept(0, step, layer - 1, first_sample + sample, x.shape[1], number, piece)
+            computed = dict(zip(positions, gpt_block(block, x[row], positions), strict=True))
+            rows.append(torch.stack([computed.get(at, x[row, at]) for at in range(x.shape[1])]))
         return torch.stack(rows)
 
     return gated_loss(model, batch, gates, block_of)

@@ -58,9 +58,9 @@ def rules() -> dict[str, tuple[str, list[Cell]]]:
     by_rule: dict[tuple[str, ...], tuple[str, list[Cell]]] = {}
     for cell in cells():
         if found := refusals(cell):
-            paths = [sentence.partition(":")[0] for sentence in found]
-            rule = (cell.first.key, cell.second.key, *paths)
-            by_rule.setdefault(rule, ("; ".join(found), []))[1].append(cell)
+            rule = (cell.first.key, cell.second.key, *(problem.path for problem in found))
+            said = "; ".join(f"{problem.path}: {problem.message}" for problem in found)
+            by_rule.setdefault(rule, (said, []))[1].append(cell)
     letters = [*string.ascii_lowercase, *(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)]
     return dict(zip(letters, by_rule.values(), strict=False))
 
@@ -69,11 +69,10 @@ def render(measured: Mapping[str, str], facts: str) -> str:
     """``measured``: a number by the name of each cell that is not refused."""
     refused = {cell.name: letter for letter, (_, pairs) in rules().items() for cell in pairs}
     missing = [cell.name for cell in cells() if cell.name not in refused and cell.name not in measured]
-    if missing:
-        raise SystemExit(f"{len(missing)} pairs were not measured, the first is {missing[0]}")
     lines = [HEAD.format(steps=STEPS, bounds=bounds())]
-    num_equal = len(cells()) - len(refused)
-    lines += [f"{len(cells())} pairs: {num_equal} equal, {len(refused)} refused, nothing else. {facts}", ""]
+    num_equal = len(cells()) - len(refused) - len(missing)
+    rest = f"{len(missing)} (marked with ?) to be measured" if missing else "nothing else"
+    lines += [f"{len(cells())} pairs: {num_equal} equal, {len(refused)} refused, {rest}. {facts}", ""]
     columns = range(1, len(FEATURES))
     lines += [f"| | {' | '.join(map(str, columns))} |", "| --- |" + " --- |" * len(columns)]
     names = {cell.name for cell in cells()}
@@ -81,7 +80,7 @@ def render(measured: Mapping[str, str], facts: str) -> str:
         found = []
         for other in FEATURES[:row]:
             name = Cell(other, feature).name
-            found.append("-" if name not in names else refused.get(name) or measured[name])
+            found.append("-" if name not in names else refused.get(name) or measured.get(name, "?"))
         found += [""] * (len(columns) - row)
         lines.append(f"| {row + 1} {feature.name} | {' | '.join(found)} |")
     lines += ["", "## Why pairs are refused", ""]
@@ -104,7 +103,7 @@ def read(page: str) -> tuple[dict[str, str], str]:
         for other, found in zip(FEATURES[:row], line.split("|")[2:], strict=False):
             if found.strip()[:1].isdigit():
                 measured[Cell(other, feature).name] = found.strip()
-    return measured, counts.partition("nothing else. ")[2]
+    return measured, counts[counts.index("Measured: ") :]
 
 
 def measure(record: Path, only: str, kept: list[str]) -> dict[str, tuple[str, str]]:
@@ -148,14 +147,12 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.parity.composition.page", description=__doc__)
     parser.add_argument("--output", type=Path, default=PAGE, help="the page")
     parser.add_argument("--record", type=Path, default=RECORD, help="what was measured, line by line")
-    parser.add_argument("--only", default="", help="measure the pairs with this in their names, and write no page")
+    parser.add_argument("--only", default="", help="measure the pairs with this in their names")
     parser.add_argument(
         "--keep", action="append", default=[], metavar="COMMIT", help="let what was measured at that commit stand"
     )
     chosen = parser.parse_args(arguments)
     measured = measure(chosen.record, chosen.only, chosen.keep)
-    if chosen.only:
-        return
     counts = Counter(commit[:12] for _, commit in measured.values())
     facts = {**machine_facts(), "commit": ", ".join(f"{commit} ({count} pairs)" for commit, count in counts.items())}
     told = "Measured: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "."

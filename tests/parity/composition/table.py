@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ConfigError, load_config
+from engine.config.messages import Problem
 from engine.data.analysis import analyze
 from engine.data.difficulty import Metric
 from engine.plan import World, plan
@@ -49,13 +50,19 @@ def tolerance_of(cell: Cell) -> Tolerance:
     )
 
 
-def refusals(cell: Cell) -> list[str]:
-    """The plan's problems, path and sentence, before any rank starts."""
+def refusals(cell: Cell) -> tuple[Problem, ...]:
+    """The plan's problems, before any rank starts."""
+    return _problems(cell.first.name, cell.second.name)
+
+
+@functools.cache
+def _problems(first: str, second: str) -> tuple[Problem, ...]:
+    cell = cell_of(first, second)
     try:
         plan(load_config(cell.config()), World(cell.world, cell.world))
     except ConfigError as error:
-        return [f"{problem.path}: {problem.message}" for problem in error.problems]
-    return []
+        return tuple(error.problems)
+    return ()
 
 
 @functools.cache
