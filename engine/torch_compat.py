@@ -98,7 +98,18 @@ def in_backward() -> bool:
 
     Goes when torch has a public question for it; torch.utils.checkpoint itself asks this one.
     """
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_under_way() != -1
+
+
+def backward_under_way() -> int:
+    """Which backward this thread runs a node of; -1: none. Goes when `in_backward` does."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(call: Callable[[], Any]) -> None:
+    """Call ``call()`` when the backward under way has come to its end (not where it raises). FSDP2 and DDP wait so;
+    goes when torch gives it a public name."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def num_writes(tensor: Tensor) -> int:

@@ -27,6 +27,8 @@ QUICK = (
     ("curriculum, reshaped", "train_batch"),
     ("curriculum, sampled", "tp 2"),
     ("recomputed activations", "random-LTD"),
+    ("recomputed activations", "sp 2"),
+    ("recomputed activations", "cp 2"),
     ("layer drop", "tp 2"),
 )
 """Pairs that no other test has; the rest runs in `make composition` and `make matrix`."""

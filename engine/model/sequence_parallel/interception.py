@@ -1,7 +1,7 @@
 """Where the calls of `torch.nn.functional.scaled_dot_product_attention` go while a model works on slices.
 
-Calls are diverted inside the forwards of the model and of its blocks: also when activation checkpointing runs a block
-again in the backward. Outside of those forwards torch's function is in its place.
+Calls are diverted inside the forwards of the model and of its blocks, also when activation checkpointing runs a block,
+or a part of one, again in the backward. Outside of those forwards torch's function is in its place.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from engine.contracts import EngineError
 from engine.model.replacement import Replacement
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention, attend_whole
+from engine.torch_compat import at_end_of_backward, backward_under_way, tree_leaves
 
 
 class Interception:
@@ -34,6 +35,8 @@ class Interception:
         self._num_calls = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._silent: dict[nn.Module, bool] = {}
+        self._in_backward = contextlib.ExitStack()
+        self._backward: int | None = None
         self._blocks = list(blocks)
         ModelForward(self, model).put()
         for block in blocks:
@@ -75,7 +78,19 @@ class Interception:
 
     def begin_forward(self) -> None:
         """The model is called: on slices if `forward` is around it."""
+        self._in_backward.close()  # of a backward that raised
         self.is_sliced, self._entering = self._entering, False
+
+    def divert_backward(self, gradient: Tensor) -> None:
+        """Divert calls for the rest of the backward that has come to what a block returned: the block may compute again
+        what its own forward has checkpointed."""
+        number = backward_under_way()
+        if number != self._backward:
+            self._in_backward.close()
+            self._in_backward.enter_context(self.diverted())
+            self._in_backward.callback(setattr, self, "_backward", None)
+            self._backward = number
+            at_end_of_backward(self._in_backward.close)
 
     @contextlib.contextmanager
     def block(self, block: nn.Module) -> Iterator[None]:
@@ -130,4 +145,8 @@ class BlockForward(Replacement):
         if not self._interception.is_sliced:
             return self.inner(*args, **kwargs)
         with self._interception.block(self.module):
-            return self.inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._interception.divert_backward)
+        return output
