@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.bench.process import machine_facts, publish
+from tests.bench.process import machine_facts
 from tests.harness import Ranks
 from tests.plan.real_counts import ROWS, STATES, Counts, counted, planned
 from tests.result_file import table
@@ -87,16 +87,20 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="only rows whose name has this in it")
     arguments = parser.parse_args()
     ranks, rows, wrong = Ranks(), earlier(arguments.output), []
+    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
+    page = ""
     for row, (world, config) in ROWS.items():
         if arguments.rows in row:
             by_plan, by_rank = planned(world, config), ranks(world).run(counted, config, timeout=600)
             rows[row] = line_of(row, by_plan, by_rank)
             print(" | ".join(rows[row]), file=sys.stderr, flush=True)
             wrong += [f"{row}: {line}" for line in differences(by_plan[0], by_rank[0])]
+            lines = table(COLUMNS, (rows[name] for name in ROWS if name in rows))
+            page = f"{INTRODUCTION}{facts}.\n\n" + "\n".join(lines) + "\n"
+            if arguments.output is not None:
+                arguments.output.write_text(page)
     ranks.shutdown()
-    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
-    page = f"{INTRODUCTION}{facts}.\n\n" + "\n".join(table(COLUMNS, (rows[row] for row in ROWS if row in rows))) + "\n"
-    publish(page, arguments.output)
+    print(page)
     for problem in wrong:
         print(problem, file=sys.stderr)
     return 1 if wrong else 0

@@ -118,20 +118,22 @@ def with_skip(**more: Any) -> nn.Module:
 
 
 class Recomputing(nn.Module):
-    """Dropout in blocks that the model computes again in backward, from around them, as Hugging Face's do."""
+    """Dropout in blocks that the model computes again in backward, from around them, as Hugging Face's do; and a
+    parameter of the model's own, used in front of them and behind them."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Residual(WIDTH, dropout=0.3) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))
         self.again = again
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
+        x = self.embedding(input_ids) * self.scale
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return cross_entropy(self.head(x), labels)
+        return cross_entropy(self.head(x * self.scale), labels)
 
 
 def hugging_face(kind: str) -> Callable[..., nn.Module]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from engine.model.pipeline.cut import StagedModel
+from engine.model.pipeline.schedule_runner import ScheduleRunner
 from tests.parity.pipeline_models import train, train_each
 
 STAGES = {"pipeline": {"stages": 2}}
@@ -58,6 +62,10 @@ SPLIT_PAIRS: dict[str, Job] = {
 }
 
 
+HELD_BY_ALL: Job = ("stored", SPLIT | STAGES)
+"""A parameter that both stages and both tp ranks of each hold whole: it counts once in the norm."""
+
+
 def alone(job: Job) -> dict[str, Any]:
     name, config = job
     return train(name, **{key: value for key, value in config.items() if key not in ("pipeline", "tensor_parallel")})
@@ -94,6 +102,40 @@ def test_layers_computed_again_draw_what_they_drew(ranks, seen):
 
 
 def test_on_split_layers(ranks):
-    by_job = zip(*ranks(4).run(train_each, [*SPLIT_PAIRS.values()], timeout=300), strict=True)
+    *by_job, held_by_all = zip(
+        *ranks(4).run(train_each, [*SPLIT_PAIRS.values(), HELD_BY_ALL], timeout=300), strict=True
+    )
     for job, by_rank in zip(SPLIT_PAIRS.values(), by_job, strict=True):
         check(by_rank, alone(job))
+    check(held_by_all, ranks(2).run(train, "stored", timeout=120, **STAGES)[0])
+
+
+def without_seeds(staged: Any, seed: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+def in_the_first_place(runner: Any, engine: Any, stage: int, index: int) -> Any:
+    return engine.roles.saved_work.passing((stage, index), engine._place())
+
+
+FAULTS = {
+    "layers computed again draw anew": ("recomputed", StagedModel, "computing_again", without_seeds),
+    "micro-batches share their gates": ("toy", ScheduleRunner, "_passing", in_the_first_place),
+}
+
+
+def train_with(fault: str) -> dict[str, Any]:
+    name, owner, method, instead = FAULTS[fault]
+    with mock.patch.object(owner, method, instead):
+        return train(name, **(LAYER_DROP if name == "toy" else {}), **STAGES)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_noticed(ranks, fault):
+    by_rank = ranks(2).run(train_with, fault, timeout=120)
+    if FAULTS[fault][0] == "toy":
+        expected = alone(PAIRS["layer drop"])
+    else:
+        expected = ranks(2).run(train, "stored", timeout=120, **STAGES)[0]
+    with pytest.raises(AssertionError):
+        check(by_rank, expected)

@@ -11,7 +11,7 @@ import pytest
 from engine.cli.main import main
 from engine.plan import ModelFacts
 from engine.plan.capacity import judge, variant
-from engine.plan.facts import Crossings, ForwardFacts, Kept, ParameterFacts
+from engine.plan.facts import Boundary, Crossings, ForwardFacts, Kept, ParameterFacts
 from engine.plan.forecast import Forecast, forecast
 from engine.plan.imagined_model import imagined_facts
 from tests.plan.conftest import MakePlan
@@ -44,6 +44,7 @@ def facts_of_blocks(num_blocks: int = 4, tokens: int = 16) -> ModelFacts:
         block_forward_flops=900,
         crossings=(Crossings(closing_calls=1, closing_bytes=200), *(block for _ in blocks), Crossings(opening_calls=1)),
         cuts_logits=True,
+        boundaries=tuple(Boundary(1, 200, 1, 200) for _ in blocks),
     )
     return ModelFacts(**{**vars(facts), "forward": forward})
 
@@ -89,7 +90,7 @@ def test_tensor_parallelism_divides_what_its_layers_hold(make_plan: MakePlan) ->
 
 def test_a_pipeline_holds_a_stage_and_several_micro_batches(make_plan: MakePlan) -> None:
     made = at(make_plan, 2, **{"pipeline.stages": 2})
-    assert made.stage == 0
+    assert made.pipeline_rank == 0
     assert made.states.parameters == 4 * (200 + 2 * 1000)
     assert made.activations is not None
     assert made.activations.micro_batches == 2
