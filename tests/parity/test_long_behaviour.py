@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "blocks.0, blocks.1 (HandmadeBlock) made no call of torch.nn",
     ),
     "own mask": ("MakesItsMask", {}, "cp2", "attention mask of shape (1, 1, 16, 16) for a slice of 16 of 32 tokens"),
-    "heads": ("GPT", {"num_heads": 1}, "sp2", "2 ranks cannot share the 1 attention heads: 1 = 0 x 2 + 1; set 1 or"),
+    "heads": ("GPT", {"num_heads": 1}, "sp2", "2 ranks cannot share the 1 attention heads: 1 = 0 x 2 + 1; set 1, or"),
     "unknown heads": ("HidesItsHeads", {}, "sp2", "2 does not divide the 1 attention heads: 1 = 0 x 2 + 1"),
     "dropout in a ring": ("GPT", {"dropout": 0.1}, "cp2", "attention dropout 0.1 cannot be right in a ring"),
     "no loss": ("ReturnsLogits", {}, "sp2", "no loss, so targets outside the model would not fit"),
