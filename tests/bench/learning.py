@@ -141,11 +141,13 @@ def page(
         + ".",
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, seeds "
-        f"{', '.join(map(str, seeds))}. Settings were chosen on seed 0; those of random-LTD and layer drop once more "
-        "after seed 1, so there the other seeds count. Validation losses are in nats per byte, of 1024 samples. Tokens "
-        "are fractions of the first row's, times too; the times of large batches are fractions of their own first row's. A "
-        "row that plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, one "
-        "seed each, are what that time gives without the feature. What else was tried, and why bars are missed: "
+        f"{', '.join(map(str, seeds))}. "
+        "Settings were chosen on seed 0; those of random-LTD and layer drop once more after seed 1, so there the "
+        "other seeds count. Validation losses are in nats per byte, of 1024 samples. Tokens are fractions of the "
+        "first row's, times too; the times of large batches are fractions of their own first row's. A row that "
+        "plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, "
+        "one seed each, are what that time gives without the feature. What else was tried, and why bars are "
+        "missed: "
         "[learning_tried.md](learning_tried.md).",
         "",
         "| row | steps | batch | lr | wall time | CPU time | tokens seen | tokens computed | validation loss | by seed "

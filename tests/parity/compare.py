@@ -50,8 +50,8 @@ def assert_close(
     steps = list(zip(expected.norms, found.norms, strict=True))
     note(
         Deviation(
-            losses=max(abs(a - b) for a, b in zip(expected.losses, found.losses, strict=True)),
-            norms=max(abs(a - b) / max(abs(a), 1e-12) for a, b in steps),
+            losses=max((abs(a - b) for a, b in zip(expected.losses, found.losses, strict=True)), default=0.0),
+            norms=max((abs(a - b) / max(abs(a), 1e-12) for a, b in steps), default=0.0),
             parameters=max(differences.values()),
         )
     )
