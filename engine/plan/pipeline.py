@@ -138,9 +138,10 @@ def _check_company(
             refuse(
                 path, "stages that are split further are not built here", degree, "set it to 1, or drop the pipeline"
             )
-    if degrees.tp > 1 and config.tensor_parallel is not None and "sequence" in config.tensor_parallel.plan.values():
+    on_shards = "sequence"
+    if degrees.tp > 1 and config.tensor_parallel is not None and on_shards in config.tensor_parallel.plan.values():
         why = "a norm on shards of the sequence hands shards to the next block, and hidden states travel whole"
-        refuse("tensor_parallel.plan", why, "sequence", 'say "replicate" of the norms')
+        refuse("tensor_parallel.plan", why, on_shards, 'say "replicate" of the norms')
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
     if optimizer is not None and optimizer.type in ONE_BIT:
