@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -52,6 +53,8 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may still take after one has failed, before they are killed."""
 STACK_SECONDS = 0.5
 """How long a silent rank gets to write its stack down."""
+MAX_THREADS = 40
+"""Gloo's of groups that only garbage holds wake up all the time; with more of them than this it is collected at once."""
 RELEASE = b"leave the process group"
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
@@ -365,6 +368,13 @@ def _pack(exception: BaseException) -> _Raised:
     return _Raised(pickled, f"{type(exception).__name__}: {exception}", traceback.format_exc())
 
 
+def _num_threads() -> int:
+    """The kernel's count: gloo's are none of Python's. 0 where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return 0
+
+
 def _serve(connection: Connection) -> None:
     """Answer calls until the parent hangs up. A rank that cannot join its process group ends."""
     while True:
@@ -372,6 +382,8 @@ def _serve(connection: Connection) -> None:
         with _process_group(call):
             connection.send_bytes(_answer(call))
             connection.recv_bytes()  # RELEASE
+        if _num_threads() > MAX_THREADS:
+            gc.collect()
 
 
 def serve_parent() -> None:
