@@ -54,7 +54,7 @@ GRACE_SECONDS = 5.0
 STACK_SECONDS = 0.5
 """How long a silent rank gets to write its stack down."""
 MAX_THREADS = 40
-"""Gloo's of groups that only garbage holds wake up all the time; with more of them than this it is collected at once."""
+"""Those of gloo groups that only garbage holds wake up all the time: with more than this it is collected at once."""
 RELEASE = b"leave the process group"
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
