@@ -11,9 +11,7 @@ so an interrupted benchmark goes on where it stopped. Exit code 1: a bar was mis
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tests.bench.process import machine_facts
-from tests.harness import REPOSITORY, launch_script
+from tests.bench import kept
+from tests.bench.page import bar_table, keep, pyplot, written_by
+from tests.bench.process import machine_facts, publish
+from tests.harness import REPOSITORY
 
 MODULE = "tests.bench.convergence"
 MAX_WORSE = 0.01
@@ -97,18 +97,8 @@ class Setting:
 def result_of(run: Mapping[str, Any], num_ranks: int, results: Path, timeout_seconds: float) -> dict[str, Any]:
     """The run's figures: read where the same run has left them, else measured now. Raises RuntimeError."""
     text = json.dumps(run, sort_keys=True)
-    name = f"{run['config']['optimizer']['type']}-{hashlib.sha256(f'{num_ranks} {text}'.encode()).hexdigest()[:12]}"
-    path = results / f"{name}.json"
-    if not path.exists():
-        results.mkdir(parents=True, exist_ok=True)
-        command = ["-m", "tests.bench.convergence_rank", text, str(path.resolve())]
-        try:
-            finished = launch_script(num_ranks, command, timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{name}: no result within {timeout_seconds:g} s") from None
-        if not path.exists():
-            raise RuntimeError(f"{name} ended with {finished.returncode}\n{finished.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(path.read_text())
+    path = kept.file_of(results, run["config"]["optimizer"]["type"], f"{num_ranks} {text}")
+    found: dict[str, Any] = kept.figures(path, num_ranks, f"{MODULE}_rank", [text], timeout_seconds)
     return found
 
 
@@ -155,9 +145,7 @@ def page(setting: Setting, seeds: Sequence[int], found: Results, facts: Mapping[
     lines = [
         "# 1-bit optimizers: do they learn the same?",
         "",
-        "Written by `make bench-onebit` (tests/bench/convergence.py says how it measures). "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ".",
+        written_by("bench-onebit", MODULE, facts),
         "",
         f"The GPT and the text of examples/gpt_text: {setting.num_blocks} blocks of width {setting.width}, "
         f"{setting.global_batch} x {setting.sequence_length} tokens a step on {setting.num_ranks} ranks, "
@@ -175,21 +163,13 @@ def page(setting: Setting, seeds: Sequence[int], found: Results, facts: Mapping[
         lines.append(f"| {name} | {LR[name.split()[0]]:g} | {loss:.4f} | {by_seed} | {against} | {sent} |")
     if picture:
         lines += ["", f"![Validation loss over steps]({picture})"]
-    lines += ["", "| what | found | bar | holds |", "|" + " --- |" * 4]
-    lines += [
-        f"| {what} | {value:+.2%} | {bar} | {'yes' if holds else '**no**'} |" for what, value, bar, holds in bars(found)
-    ]
+    lines += ["", *bar_table((what, f"{value:+.2%}", bar, holds) for what, value, bar, holds in bars(found))]
     return "\n".join(lines) + "\n"
 
 
 def draw(setting: Setting, found: Results, path: Path) -> None:
     """Validation loss over steps, and its distance from AdamW's at the same step: means over seeds, the seeds faint."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(3, 2))
+    figure, (above, below) = pyplot().subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(3, 2))
     base = [fmean(values) for values in zip(*([loss for _, loss in run["curve"]] for run in found[BASE]), strict=True)]
     for index, (name, runs) in enumerate(found.items()):
         color = f"C{index}"
@@ -221,9 +201,7 @@ def draw(setting: Setting, found: Results, path: Path) -> None:
     below.set_ylim(-8, 12)
     below.set_ylabel("% above AdamW")
     below.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    keep(figure, path)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -246,10 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = measure(setting, args.optimizers, seeds, args.results, args.timeout)
     picture = args.output.with_suffix(".png") if args.output and BASE in found else None
     text = page(setting, seeds, found, machine_facts(), picture.name if picture else None)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
+    publish(text, args.output)
     if picture:
         draw(setting, found, picture)
     return 0 if all(holds for *_, holds in bars(found)) else 1

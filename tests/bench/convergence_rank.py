@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import engine
 from engine.cli.training_loop import evaluation_batches
 from engine.collectives.compressed_all_reduce import CompressedAllReduce
 from engine.data.sources import open_text
+from tests.bench.kept import leave
 from tests.parity.toy import gpt_class
 
 
@@ -68,9 +68,7 @@ def main() -> None:
         "seconds": time.perf_counter() - started,
     }
     if mesh.rank == 0:
-        partial = Path(sys.argv[2] + ".partial")
-        partial.write_text(json.dumps(found))
-        partial.replace(sys.argv[2])
+        leave(sys.argv[2], found)
     model_engine.destroy()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then hang in the interpreter's own teardown

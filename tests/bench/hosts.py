@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces, joined by a bridge, each with a link of a given rate in both directions.
 
-Everything lives in a namespace of its own, which the caller has entered (`enter`), and namespaces live as long as a
-process in them. The processes here die with their parent, so nothing stays behind, however the parent ends.
+Everything lives in a namespace of its own, which the caller has entered (`facts_inside`), and namespaces live as long
+as a process in them. The processes here die with their parent, so nothing stays behind, however the parent ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.bench.process import machine_facts
 from tests.network import UNSHARE, why_not_allowed
 
 INSIDE = "BENCH_INSIDE_OWN_NETWORK"
@@ -38,12 +40,18 @@ def why_not_possible() -> str | None:
     return None
 
 
-def enter(module: str, arguments: Sequence[str]) -> None:
-    """Start ``python -m module`` anew in a network of its own; returns there only."""
-    if os.environ.get(INSIDE):
-        return
-    os.environ[INSIDE] = "1"
-    os.execvp(UNSHARE[0], [*UNSHARE, sys.executable, "-m", module, *arguments])
+def facts_inside(module: str, argv: Sequence[str] | None) -> dict[str, Any] | None:
+    """Start ``python -m module`` anew in a network of its own, and return there what a page says of the machine. None,
+    and it is printed why, where there can be no hosts."""
+    if reason := why_not_possible():
+        print(f"skipped: {reason}")
+        return None
+    if not os.environ.get(INSIDE):
+        os.environ[INSIDE] = "1"
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execvp(UNSHARE[0], [*UNSHARE, sys.executable, "-m", module, *arguments])
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {**machine_facts(), "tcp": congestion, "load": f"{os.getloadavg()[0]:.1f}"}
 
 
 class Hosts:

@@ -14,19 +14,19 @@ Exit code 1: a bar was missed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tests.bench import kept
 from tests.bench.learning_rows import LARGE, LESS, ROWS, Row
-from tests.bench.process import machine_facts
-from tests.harness import REPOSITORY, launch_script
+from tests.bench.page import bar_table, keep, pyplot, written_by
+from tests.bench.process import machine_facts, publish
+from tests.harness import REPOSITORY
 
 MODULE = "tests.bench.learning"
 NUM_RANKS, FIRST_SEED = 2, 1
@@ -39,17 +39,7 @@ MAX_JUMP = 1.0
 def measured(what: str, given: Any, results: Path, timeout_seconds: float) -> Any:
     """What the ranks leave: read where the same measurement has left it, else made now. Raises RuntimeError."""
     text = json.dumps(given, sort_keys=True)
-    path = results / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
-    if not path.exists():
-        results.mkdir(parents=True, exist_ok=True)
-        command = ["-m", "tests.bench.learning_rank", what, text, str(path.resolve())]
-        try:
-            finished = launch_script(NUM_RANKS, command, timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{path.name}: no result within {timeout_seconds:g} s") from None
-        if not path.exists():
-            raise RuntimeError(f"{path.name}: ended with {finished.returncode}\n{finished.stderr[-3000:]}")
-    return json.loads(path.read_text())
+    return kept.figures(kept.file_of(results, what, text), NUM_RANKS, f"{MODULE}_rank", [what, text], timeout_seconds)
 
 
 Found = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -136,9 +126,7 @@ def page(
     lines = [
         "# Learning from less: losses and time",
         "",
-        "Written by `make bench-learning` (tests/bench/learning.py says how it measures). "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ".",
+        written_by("bench-learning", MODULE, facts),
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, seeds "
         f"{', '.join(map(str, seeds))}. "
@@ -175,11 +163,7 @@ def page(
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [line for name in pictures for line in ("", f"![{name.rpartition('.')[0].replace('_', ' ')}]({name})")]
-    lines += ["", "| what | found | bar | holds |", "|" + " --- |" * 4]
-    lines += [
-        f"| {what} | {value} | {bar} | {'yes' if holds else '**no**'} |"
-        for what, value, bar, holds in bars(found, times)
-    ]
+    lines += ["", *bar_table(bars(found, times))]
     return "\n".join(lines) + "\n"
 
 
@@ -214,8 +198,7 @@ def results(seeds: Sequence[int], found: Found, times: Mapping[str, float]) -> s
 
 def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
     """Validation loss over wall time (of the plain run: 1), means over seeds, the seeds faint."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot().subplots(figsize=(8, 5))
     for index, row in enumerate(row for row in ROWS if found.get(row.name)):
         runs, scale = found[row.name], times.get(row.name, 1.0)
         at = [step / row.num_steps * scale for step, _, _ in runs[0]["curve"]]
@@ -234,15 +217,12 @@ def draw(found: Found, times: Mapping[str, float], path: Path) -> None:
     axes.set_ylim(top=3.2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    keep(figure, path)
 
 
 def draw_large(found: Found, path: Path) -> None:
     """Training losses of the large batch and rate, all seeds."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot().subplots(figsize=(8, 5))
     for index, row in enumerate(row for row in LARGE if found.get(row.name)):
         for number, run in enumerate(found[row.name]):
             once = row.name if number == 0 else None
@@ -251,18 +231,7 @@ def draw_large(found: Found, path: Path) -> None:
     axes.set_ylabel("training loss, nats per byte")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    keep(figure, path)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -301,10 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     times |= {row.name: row.num_steps / ROWS[0].num_steps for row in LESS}
     pictures = [args.output.with_suffix(".png"), args.output.with_name(f"{args.output.stem}_large.png")]
     text = page(seeds, found, times, cpu_times, machine_facts(), [picture.name for picture in pictures])
-    print(text)
+    publish(text, args.output)
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
         args.output.with_suffix(".json").write_text(results(seeds, found, times))
         draw(found, times, pictures[0])
         draw_large(found, pictures[1])

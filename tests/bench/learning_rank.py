@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.data import Subset
 import engine
 from engine.cli.training_loop import evaluation_batches
 from engine.data.sources import TextCorpus, open_text
+from tests.bench.kept import leave
 from tests.parity.toy import gpt_class
 
 
@@ -106,9 +106,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     found = train(given, corpus) if what == "train" else times(given, corpus)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        partial = Path(path + ".partial")
-        partial.write_text(json.dumps(found))
-        partial.replace(path)
+        leave(path, found)
     if dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()

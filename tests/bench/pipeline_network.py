@@ -13,15 +13,15 @@ Needs Linux, iproute2 and the right to make network namespaces. Exit code 1: a b
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.hosts import enter, hosts, why_not_possible
-from tests.bench.process import machine_facts, publish
+from tests.bench.hosts import facts_inside, hosts
+from tests.bench.page import bar_table, written_by
+from tests.bench.process import publish
 from tests.bench.slow_network import Bar, Job, Measured, figures, run_job
 from tests.bench.workload import WORKLOADS, Workload
 
@@ -105,9 +105,7 @@ def page(tables: Sequence[Rows], args: argparse.Namespace, facts: dict[str, Any]
     lines = [
         "# A pipeline on a slow network",
         "",
-        "Written by `make bench-network` (tests/bench/pipeline_network.py says how it measures). "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ".",
+        written_by("bench-network", MODULE, facts),
         "",
         f"{NUM_HOSTS} hosts at {args.rate} Mbit/s, {any_run.num_elements / 1e6:.1f} M parameters, micro-batches of "
         f"{load.micro_batch_size} x {load.sequence_length} tokens; one TCP connection carries {tables[0].rate:.0f} "
@@ -121,9 +119,7 @@ def page(tables: Sequence[Rows], args: argparse.Namespace, facts: dict[str, Any]
         "",
         "## Bars",
         "",
-        "| what | found | bar | holds |",
-        "|" + " --- |" * 4,
-        *(bar.line for bar in bars),
+        *bar_table(bar.cells for bar in bars),
     ]
     return "\n".join(lines) + "\n", all(bar.holds for bar in bars)
 
@@ -148,13 +144,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    if reason := why_not_possible():
-        print(f"skipped: {reason}")
+    facts = facts_inside(MODULE, argv)
+    if facts is None:
         return 0
-    enter(MODULE, sys.argv[1:] if argv is None else list(argv))
-    facts = machine_facts()
-    facts["tcp"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    facts["load"] = f"{os.getloadavg()[0]:.1f}"
     workload = WORKLOADS[args.size].override(micro_batch_size=1, sequence_length=args.sequence_length)
     with hosts(NUM_HOSTS) as network:
         network.set_rate(args.rate)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.hosts import Hosts, address, enter, hosts, why_not_possible
-from tests.bench.process import machine_facts
+from tests.bench.hosts import Hosts, address, facts_inside, hosts
+from tests.bench.page import bar_table, written_by
+from tests.bench.process import publish
 from tests.bench.workload import WORKLOADS, Workload
 
 MODULE = "tests.bench.slow_network"
@@ -188,8 +188,8 @@ class Bar:
     holds: bool
 
     @property
-    def line(self) -> str:
-        return f"| {self.what} | {self.found:.2f} | {self.limit} | {'yes' if self.holds else '**no**'} |"
+    def cells(self) -> tuple[str, str, str, bool]:
+        return self.what, f"{self.found:.2f}", self.limit, self.holds
 
 
 class Table:
@@ -289,9 +289,7 @@ def page(tables: Sequence[Table], facts: dict[str, Any]) -> tuple[str, bool]:
     lines = [
         "# 1-bit optimizers on slow networks",
         "",
-        "Written by `make bench-network` (tests/bench/slow_network.py says how it measures). "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ".",
+        written_by("bench-network", MODULE, facts),
         "",
         "Times and bytes are those of the compressed stage (0/1 Adam: its local steps), as a mean per step. Bytes are "
         "what the kernel counted on a host's interface: at 100 Mbit/s with every header, above with fewer, as packets "
@@ -299,7 +297,7 @@ def page(tables: Sequence[Table], facts: dict[str, Any]) -> tuple[str, bool]:
     ]
     for table in tables:
         lines += table.markdown()
-    lines += ["", "## Bars", "", "| what | found | bar | holds |", "|" + " --- |" * 4, *(bar.line for bar in bars)]
+    lines += ["", "## Bars", "", *bar_table(bar.cells for bar in bars)]
     return "\n".join(lines) + "\n", all(bar.holds for bar in bars)
 
 
@@ -326,13 +324,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    if reason := why_not_possible():
-        print(f"skipped: {reason}")
+    facts = facts_inside(MODULE, argv)
+    if facts is None:
         return 0
-    enter(MODULE, sys.argv[1:] if argv is None else list(argv))
-    facts = machine_facts()
-    facts["tcp"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    facts["load"] = f"{os.getloadavg()[0]:.1f}"
     tables = []
     with hosts(args.hosts) as network:
         for index, rate in enumerate(args.rates):
@@ -341,10 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             tables.append(Table(rate, workload, network, args))
     text, good = page(tables, facts)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
+    publish(text, args.output)
     return 0 if good or args.no_bars else 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from tests.bench.page import written_by
 from tests.bench.rows import BASE
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -75,9 +76,7 @@ def markdown(facts: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> s
     lines = [
         "# Engines side by side",
         "",
-        "Written by `make bench` (tests/bench/run.py says how it measures). "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ".",
+        written_by("bench", "tests.bench.run", facts),
     ]
     for table in tables:
         workload, runs = table["workload"], table["runs"]

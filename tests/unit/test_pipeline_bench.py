@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import pipeline_network
+from tests.bench import hosts, pipeline_network
 from tests.bench.hosts import why_not_possible
 from tests.bench.pipeline_network import Rows, job_of
 from tests.bench.slow_network import Measured
@@ -40,7 +40,7 @@ def test_bars(made: Rows, holds: list[bool]) -> None:
 
 
 def test_without_namespaces_the_benchmark_says_so(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(pipeline_network, "why_not_possible", lambda: "ip not found")
+    monkeypatch.setattr(hosts, "why_not_possible", lambda: "ip not found")
     assert pipeline_network.main([]) == 0
     assert capsys.readouterr().out == "skipped: ip not found\n"
 
