@@ -37,7 +37,7 @@ from engine.surface import Roles, Surface
 from engine.watch import WatcherList
 from engine.watch.health import Health
 from engine.window import Counters, Window
-from engine.window_checks import changed_parameters, check_loss, foreign_scale_message, refuse_unfrozen
+from engine.window_checks import changed_parameters, foreign_scale_message, refuse_unfrozen
 
 log = logging.getLogger("engine")
 
@@ -121,18 +121,14 @@ class Engine(Surface, LocalState):
         """
         self.roles.forward_backward.by_hand("backward()")
         started = self._enter("backward")
-        window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
-        check_loss(value, isinstance(loss, LossSum), window)
+        value = self._note_loss(loss, is_divided=not scale_wrt_gas)
         divides = self.plan.batch.managed and scale_wrt_gas and not isinstance(loss, LossSum)
-        window.add_loss(value.detach().float(), is_divided=not scale_wrt_gas)
-        if isinstance(loss, LossSum):
-            window.count, window.num_counted = window.count + loss.count, window.num_counted + 1
         scaled = value / self._accumulation_steps if divides else value
         self.roles.reduction.begin_backward(self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         with scaled_by(self.roles.precision.scale):
             (scaled * self.roles.precision.scale).backward(retain_graph=retain_graph)
         self.roles.reduction.end_backward()
-        window.spend("backward", started)
+        self._window.spend("backward", started)
         return scaled.detach()
 
     @torch.no_grad()

@@ -96,17 +96,21 @@ class Surface:
         self.roles.reduction.zero_gradients()
         self._window = Window()
 
-    def _note_loss(self, loss: Tensor | LossSum, copies: int = 1, share: float = 1.0) -> Tensor:
+    def _note_loss(
+        self, loss: Tensor | LossSum, is_divided: bool = False, copies: int = 1, share: float = 1.0
+    ) -> Tensor:
         """Count the loss of a micro-batch into the window; returns what a backward begins at, unscaled.
 
-        ``copies``: of how many ranks this one is the only one that has it. ``share``: of a mean in the window's sum.
+        ``is_divided``: by the accumulation steps, by the caller. ``copies``: of how many ranks this one is the only one
+        that has it. ``share``: of a mean in the window's sum.
         """
         window, value = self._window, loss.total if isinstance(loss, LossSum) else loss
         check_loss(value, isinstance(loss, LossSum), window)
         if isinstance(loss, LossSum):
             window.count, window.num_counted = window.count + loss.count * copies, window.num_counted + 1
             share = 1.0
-        window.add_loss(value.detach().float() * (copies * share), is_divided=False)
+        noted, factor = value.detach().float(), copies * share
+        window.add_loss(noted if factor == 1.0 else noted * factor, is_divided)
         return value
 
     def get_lr(self) -> list[float]:

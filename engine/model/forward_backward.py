@@ -11,6 +11,11 @@ from engine.contracts import LossSum
 from engine.data.batch import loss_with_batch
 
 
+def total_and_count(loss: Tensor | LossSum) -> tuple[Tensor, Tensor | float]:
+    """What a micro-batch adds to the numerator and to the denominator of an evaluation's mean, in fp32."""
+    return (loss.total.float(), loss.count) if isinstance(loss, LossSum) else (loss.float(), 1.0)
+
+
 class OneByOne:
     """The neutral element: what a script's own loop does with `Engine.backward` and `Engine.step`."""
 
@@ -25,10 +30,8 @@ class OneByOne:
         total: Tensor | float = 0.0
         count: Tensor | float = 0.0
         for index in range(num_micro_batches):
-            loss = self._loss(engine, next_batch(index))
-            is_sum = isinstance(loss, LossSum)
-            total = total + (loss.total if isinstance(loss, LossSum) else loss).float()
-            count = count + (loss.count if is_sum else 1.0)  # type: ignore[union-attr]
+            one, weight = total_and_count(self._loss(engine, next_batch(index)))
+            total, count = total + one, count + weight
         return total, count
 
     def close(self) -> None: ...

@@ -22,6 +22,7 @@ from engine.contracts import LossSum, PipelineError, Reduction, SavedWork
 from engine.data.batch import loss_of
 from engine.device import seed_generators
 from engine.mesh import Mesh
+from engine.model.forward_backward import total_and_count
 from engine.model.pipeline.cut import StagedModel
 from engine.model.pipeline.micro_batches import MicroBatch, Placement
 from engine.model.pipeline.orders import with_transfers
@@ -292,10 +293,8 @@ class ScheduleRunner:
                         if stage < self._last:
                             self._hand_on(stage, index, micro_batch, output, passage)
                         else:
-                            loss = self._loss(engine, output, micro_batch)
-                            value = loss.total if isinstance(loss, LossSum) else loss
-                            total = total + value.float()
-                            count = count + (loss.count if isinstance(loss, LossSum) else 1.0)
+                            one, weight = total_and_count(self._loss(engine, output, micro_batch))
+                            total, count = total + one, count + weight
                         if is_first_of_kind:
                             self._staged.check_independent(stage, received, output)
             self._transfers.flush()
