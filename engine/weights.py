@@ -27,8 +27,7 @@ def save_16bit_model(
 ) -> bool:
     """See `Surface.save_16bit_model`. Parameters are gathered one at a time; rank 0 writes each as it comes."""
     target = Path(save_dir) / save_filename
-    if engine.optimizer is not None:
-        engine.optimizer.settle()
+    engine._bring_together()
     exchange = exchange_of(None, engine.mesh.rank, engine.mesh.world_size)
     gathered = _Gathered(engine, exclude_frozen_parameters)
 
