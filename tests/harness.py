@@ -153,7 +153,7 @@ class Ranks:
         return [self._living[index] for index in range(world_size)]
 
     def new_store(self) -> Path:
-        """A path where the ranks of one run meet."""
+        """A path where the ranks of one run meet. The file stays: a group that outlives its run still writes to it."""
         self._num_runs += 1
         return Path(self._folder.name) / f"store{self._num_runs}"
 
@@ -197,7 +197,6 @@ class RankPool:
         except BaseException:  # an impatient user: the ranks are in the middle of something
             self.ranks.kill(self.world_size)
             raise
-        store.unlink(missing_ok=True)
         silent = [rank for rank in ranks if rank.index not in replies]
         lost = self._end_world(silent, dead, timeout) if silent else ""
         if dead:
