@@ -13,8 +13,9 @@ COMPOSITION_ARGUMENTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# A file stays with one worker, so that its ranks are started once. Most tests leave one of two cores idle.
-PARALLEL = --numprocesses $(TEST_WORKERS) --dist loadfile
+# Each worker keeps its ranks from test to test, and takes from the other when it has nothing left: the long jobs of
+# tests/jobs would else be the last, with one core idle.
+PARALLEL = --numprocesses $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow check format bench bench-onebit bench-network bench-learning matrix composition docs wheel clean

@@ -82,10 +82,10 @@ def test_an_unknown_option_is_told_with_the_usage(tmp_path: Path) -> None:
 
 IN_THE_RANKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model.target": "absent.py:GPT"}, ["model.target", "absent.py:GPT", "there is no file"]),
+    ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
     ({"data.path": "/nowhere/text"}, ["data.path", "/nowhere/text"]),
     ({"model.target": "model.py:GTP"}, ["model.target", "GTP'; did you mean 'GPT'?"]),
     ({"model.target": "no_such_package.model:GPT"}, ["model.target", "there is no module 'no_such_package'"]),
-    ({"model.args.widht": 3}, ["model.args.widht", "did you mean 'width'?"]),
     ({"model.args.width": "wide"}, ["model.target", "building GPT failed", "gpt_text/model.py:"]),
     ({"model.args.vocabulary_size": 100}, ["token id", "vocabulary of 100"]),
     ({"data.path": os.devnull}, ["data.path", os.devnull]),
@@ -94,7 +94,10 @@ IN_THE_RANKS: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(
     ("changes", "words", "nproc"),
-    [(changes, words, 2 if index < 2 else 1) for index, (changes, words) in enumerate(IN_THE_RANKS)],
+    [
+        pytest.param(changes, words, nproc, marks=[] if index < 2 else pytest.mark.slow)
+        for index, (nproc, (changes, words)) in enumerate(zip([2, 1, 2, *[1] * 5], IN_THE_RANKS, strict=True))
+    ],
 )
 def test_what_only_the_ranks_find_is_told_once(
     changes: dict[str, Any], words: list[str], nproc: int, small: Arguments, tmp_path: Path
@@ -187,6 +190,7 @@ def test_a_port_that_somebody_else_has(small: Arguments, tmp_path: Path) -> None
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_rank_tells_its_name(small: Arguments, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     output = tmp_path / "output"

@@ -60,6 +60,7 @@ def test_the_plain_loop_changes_in_four_lines() -> None:
         assert f"{line[0]} {line[2:].strip()}" in readme
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_are_joined(small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path) -> None:
     expected, _ = whole_run
     output = tmp_path / "output"

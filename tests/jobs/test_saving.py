@@ -79,6 +79,7 @@ def wait_for_text(stream: object, text: str) -> None:
     assert any(text in line for line in stream), f"{text!r} did not come"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_saves_in_the_background(small: Arguments, whole_run_of_two: tuple[Path, Finished], tmp_path: Path) -> None:
     expected, _ = whole_run_of_two
     output = tmp_path / "output"

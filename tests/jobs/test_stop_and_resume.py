@@ -97,7 +97,7 @@ def test_ctrl_c(faulty: Arguments, tmp_path: Path) -> None:
     assert f"stopped by SIGINT after step {AT_STEP}" in stopped.out
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_at_once(nproc: int, faulty: Arguments, tmp_path: Path) -> None:
     output = tmp_path / "run" / "output"
     stopped = stop(faulty, output, nproc, signal.SIGINT, signal.SIGINT, go=False)

@@ -62,8 +62,6 @@ FAULTS = {
         "the learning rate is 0.01 instead of 0.02",
         "num_steps of the schedule",
     ],
-}
-SLOW_FAULTS = {
     "unseeded": ["step 1 (before any stop)", "a generator that is not seeded"],
     "seeded_but_not_saved": ["step 2 (resumed at step 1)", "0 of 4 samples", "not restored: generator of the dataset"],
     "disorderly": ["the same samples come in another order", "turn of the dataset"],
@@ -71,23 +69,14 @@ SLOW_FAULTS = {
 }
 
 
-def red(folder: Path, fault: str, said: list[str]) -> None:
-    finished = verify(folder, fault)
-    assert finished.code == 1, finished.out + finished.err
-    for words in ("verify-resume: NOT EQUAL", *said):
-        assert words in finished.err
-    assert "Traceback" not in finished.err
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(tmp_path, fault):
-    red(tmp_path, fault, FAULTS[fault])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", SLOW_FAULTS)
-def test_another_planted_fault_is_named(tmp_path, fault):
-    red(tmp_path, fault, SLOW_FAULTS[fault])
+    finished = verify(tmp_path, fault)
+    assert finished.code == 1, finished.out + finished.err
+    for words in ("verify-resume: NOT EQUAL", *FAULTS[fault]):
+        assert words in finished.err
+    assert "Traceback" not in finished.err
 
 
 def test_mistakes(tmp_path):

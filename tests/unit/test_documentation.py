@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,14 @@ def test_every_command_is_run_somewhere() -> None:
     assert not [command for command in commands() if command not in known and not is_ptrain(command)]
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if is_ptrain(command)])
+def by_tier() -> list[Any]:
+    """Every command of ptrain; the first of each kind is in the quick suite."""
+    shown = [command for command in commands() if is_ptrain(command)]
+    first = {command.split()[1].partition("-")[0]: command for command in reversed(shown)}
+    return [pytest.param(command, marks=[] if command in first.values() else pytest.mark.slow) for command in shown]
+
+
+@pytest.mark.parametrize("command", by_tier())
 def test_a_ptrain_command_is_accepted(command: str) -> None:
     """Training commands print their plan here; `make train` and the tests of the command line train."""
     _, *arguments = shlex.split(command)

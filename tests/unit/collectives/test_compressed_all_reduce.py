@@ -145,6 +145,7 @@ def test_every_size_and_number_of_ranks(ranks, world, numel):
     check_against_oracle(ranks, world, numel, {})
 
 
+@pytest.mark.slow
 def test_eight_ranks(ranks):
     check_against_oracle(ranks, 8, 100, {})
 
