@@ -221,6 +221,9 @@ class Reduction(Protocol):
     def untouched(self) -> list[int]:
         """Registry indices of parameters that got no gradient on this rank in this window."""
 
+    def unreduced(self) -> set[int]:
+        """Registry indices of parameters whose gradients stay this rank's own in this window (1-bit optimizers)."""
+
     def scales(self) -> set[float | None]:
         """The loss scales of the backwards that brought this window's gradients; None stands for a plain one."""
 

@@ -81,6 +81,15 @@ class Mesh:
         return self.dp_size * self.num_slices
 
     @property
+    def place_in_stage(self) -> tuple[int, int]:
+        """This rank's number among those of its pipeline stage, and how many they are."""
+        number = 0
+        for axis, coordinate in self.coordinates.items():
+            if axis != "pp":
+                number = number * self.degrees[axis] + coordinate
+        return number, self.world_size // self.degrees["pp"]
+
+    @property
     def shard_size(self) -> int:
         """Among how many ranks ZeRO cuts."""
         return self._sizes["dp_shard"]

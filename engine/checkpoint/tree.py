@@ -97,6 +97,7 @@ class StateTree:
         )
         self._aliases, self._rank, self.layout, self._registry = registry.aliases, mesh.rank, layout, registry
         self._writes_shards, self._tp_rank = writes_shards, mesh.coordinates["tp"]
+        self._place_in_stage = mesh.place_in_stage
         self._empty = [info for info in registry.infos if not info.numel]
         self._is_first_data_rank = not any(p for axis, p in mesh.coordinates.items() if axis not in ("pp", "tp"))
         self._config, self._settings = config, settings
@@ -190,12 +191,15 @@ class StateTree:
         return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
 
     def _rank_chunks(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
-        """Row r of the global tensor ``rank.NAME`` is rank r's."""
+        """Row r of the global tensor ``rank.NAME`` is rank r's; under a pipeline ``rank.ppP.NAME`` has the rows of the
+        ranks at pipeline coordinate P, for each stage has parameters of its own."""
+        row, num_rows = self._place_in_stage
+        prefix = "rank." if num_rows == self.layout.world_size else f"rank.pp{self._registry.stage}."
         return [
             Chunk(
-                f"rank.{name}",
-                (self.layout.world_size, tensor.numel()),
-                (self._rank, 0),
+                f"{prefix}{name}",
+                (num_rows, tensor.numel()),
+                (row, 0),
                 (1, tensor.numel()),
                 tensor.view(1, -1),
             )

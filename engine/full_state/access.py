@@ -22,7 +22,6 @@ from engine.config.suggest import nearest
 from engine.contracts import EngineError
 from engine.cut import Cut
 from engine.mesh import Mesh
-from engine.model.zero.local_gradients import LocalGradients
 from engine.parameters import ParameterInfo, ParameterRegistry
 
 if TYPE_CHECKING:
@@ -110,13 +109,12 @@ class FullState(ABC):
         wanted = self._names(names, trained=True)
         divisor = self._begin_gradients("full_gradients", wanted)
         infos = self._trained(wanted)
-        if isinstance(self.roles.reduction, LocalGradients):
-            unreduced = self.roles.reduction.unreduced()
-            if local := [name for name, info in infos.items() if info.index in unreduced]:
-                raise EngineError(
-                    f"full_gradients: {_some(local)} travels as 1-bit momentum in this step, so its gradient is "
-                    "averaged nowhere; read it in the warm-up, or the averaged momentum, full_optimizer_states()"
-                )
+        unreduced = self.roles.reduction.unreduced()
+        if local := [name for name, info in infos.items() if info.index in unreduced]:
+            raise EngineError(
+                f"full_gradients: {_some(local)} travels as 1-bit momentum in this step, so its gradient is "
+                "averaged nowhere; read it in the warm-up, or the averaged momentum, full_optimizer_states()"
+            )
         indices = {info.index for info in infos.values()}
         pieces = [
             self._piece(shard, shard.parameter.grad / divisor)

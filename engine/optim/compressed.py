@@ -54,6 +54,23 @@ class LocalReduction(Protocol):
     def publish(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline ranks, each with a part of the parameters.
+
+    ``announces``: whether this rank logs for all. ``holders``: registry index -> the pipeline ranks that hold the
+    parameter, of those that several do.
+    """
+
+    announces: bool = True
+    group: ShardGroup = field(default_factory=ShardGroup.alone)
+    holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def share(self, index: int) -> float:
+        """Of a parameter, so that a sum over the stages counts it once."""
+        return 1.0 / len(self.holders.get(index, (0,)))
+
+
 @dataclass(eq=False)
 class Flat:
     """One bucket as the optimizer sees it. Tensors are flat, fp32, of the bucket's size, or have one entry a parameter.
@@ -166,13 +183,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._of_bucket: dict[int, Flat] = {}
         self._group = ShardGroup.alone()
         self._publish: Callable[[], None] = lambda: None
+        self._stages = Stages()
         super().__init__(params, {**defaults, "step": 0})
 
     # --- connecting ------------------------------------------------------------------------------------------
 
-    def connect(self, reduction: LocalReduction, group: ShardGroup) -> None:
+    def connect(self, reduction: LocalReduction, group: ShardGroup, stages: Stages | None = None) -> None:
         """Step on the buckets of ``reduction``, whose ranks are ``group``. Raises EngineError for a model in fp64."""
-        self._group, self._publish = group, reduction.publish
+        self._group, self._publish, self._stages = group, reduction.publish, stages or Stages(group.rank == 0)
         for bucket in reduction.buckets:
             if bucket.master.dtype != torch.float32:
                 raise EngineError(
@@ -271,7 +289,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def announce(self, message: str) -> None:
         """A logged event, once for all ranks."""
-        if self._group.rank == 0:
+        if self._stages.announces:
             log.warning("%s", message)
 
     # --- parts of an update, each over a whole bucket ----------------------------------------------------------
@@ -351,12 +369,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def connect(
-    optimizers: Iterable[torch.optim.Optimizer], reduction: Any, group: ShardGroup
+    optimizers: Iterable[torch.optim.Optimizer], reduction: Any, group: ShardGroup, stages: Stages
 ) -> CompressedOptimizer | None:
     """Give the buckets of ``reduction`` to the optimizer that steps on them, if there is one of the 1-bit family."""
     for optimizer in optimizers:
         if isinstance(optimizer, CompressedOptimizer):
-            optimizer.connect(reduction, group)
+            optimizer.connect(reduction, group, stages)
             return optimizer
     return None
 

@@ -126,13 +126,18 @@ class OneBitLamb(FrozenVariance):
             if not self._deepspeed:
                 average = flat.state["coeff_average"]
                 average.copy_(torch.where(average == 0.0, 1.0, average))
-        if not roots:
-            return
-        alive = torch.cat(roots)
-        alive = alive[alive > 0.0]
+        mean = self._mean_over_stages(flats, roots)
         for flat, root in zip(flats, roots, strict=True):
-            scale = alive.mean() / root if alive.numel() else torch.ones_like(root)
-            flat.state["momentum_scale"].copy_(torch.where(root > 0.0, scale, 1.0))
+            flat.state["momentum_scale"].copy_(torch.where(root > 0.0, mean / root, 1.0))
+
+    def _mean_over_stages(self, flats: Sequence[Flat], roots: Sequence[Tensor]) -> Tensor:
+        """Of the roots above zero of all parameters of the model; 0-dim. Every pipeline rank comes here."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.flats[0].exp_avg.device)
+        for flat, root in zip(flats, roots, strict=True):
+            shares = sums.new_tensor([self._stages.share(shard.info.index) for shard, _ in flat.bucket.shards])
+            sums += torch.stack([(root * shares).sum(), (shares * (root > 0.0)).sum()])
+        total, count = self._stages.group.sum(sums)
+        return (total / count).float()
 
     def _step_compressed(self, flat: Flat, before: Tensor, step: int) -> None:
         beta1, beta2 = flat.options["betas"]

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from engine.plan.batch import ACCUMULATION, MICRO
 from engine.plan.findings import divisors, plural
-from engine.plan.one_bit import ONE_BIT
 from engine.plan.pipeline_schedules import V_SHAPED, bubble_fraction
-from engine.plan.plan import BatchPlan, Degrees, OptimizerPlan, PipelinePlan, ZeroPlan
+from engine.plan.plan import BatchPlan, Degrees, PipelinePlan, ZeroPlan
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -27,7 +26,6 @@ def resolve_pipeline(
     degrees: Degrees,
     batch: BatchPlan | None,
     zero: ZeroPlan,
-    optimizer: OptimizerPlan | None,
     findings: Findings,
 ) -> PipelinePlan | None:
     """None without a pipeline."""
@@ -46,7 +44,7 @@ def resolve_pipeline(
     else:
         partition = findings.resolved(PARTITION, tuple(section.partition))
         _check_counts(partition, degrees.pp * virtual, findings)
-    _check_company(config, degrees, zero, optimizer, findings)
+    _check_company(config, degrees, zero, findings)
     if batch is None:
         return None
     num_micro_batches = _micro_batches(config, batch, findings)
@@ -123,9 +121,7 @@ def _micro_batches(config: Config, batch: BatchPlan, findings: Findings) -> int:
     return findings.resolved(MICRO_BATCHES, wanted)
 
 
-def _check_company(
-    config: Config, degrees: Degrees, zero: ZeroPlan, optimizer: OptimizerPlan | None, findings: Findings
-) -> None:
+def _check_company(config: Config, degrees: Degrees, zero: ZeroPlan, findings: Findings) -> None:
     """What does not go with a pipeline here, by name; and what means something else inside one."""
 
     def refuse(path: str, why: str, found: object, repair: str) -> None:
@@ -144,8 +140,6 @@ def _check_company(
         refuse("tensor_parallel.plan", why, on_shards, 'say "replicate" of the norms')
     if not config.managed_gradient_accumulation:
         refuse("managed_gradient_accumulation", "a pipeline runs whole windows", False, "set it to true")
-    if optimizer is not None and optimizer.type in ONE_BIT:
-        refuse("optimizer.type", "compressed momentum of stages is not built here", optimizer.type, "use AdamW")
     if isinstance(zero.reshard_after_forward, int) and not isinstance(zero.reshard_after_forward, bool):
         path = "zero_optimization.zero_hpz_partition_size"
         refuse(path, "blocks stay whole inside the window anyway", zero.reshard_after_forward, "set it to 1")

@@ -112,7 +112,7 @@ def sketch(
     layer_drop = run(resolve_layer_drop, config, findings)
     token_drop = run(resolve_token_drop, config, degrees, facts, findings)
     run(check_slices, config, degrees, optimizer, curriculum, facts, findings)
-    pipeline = run(resolve_pipeline, config, degrees, batch, zero, optimizer, findings)
+    pipeline = run(resolve_pipeline, config, degrees, batch, zero, findings)
     run(check_combinations, config, findings)
     run(check_smp, config, degrees, findings)
     run(check_autos, config, findings)

@@ -264,6 +264,9 @@ class BucketReduction(Arrivals):
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
+    def unreduced(self) -> set[int]:
+        return set()
+
     def untouched(self) -> list[int]:
         return [m.info.index for bucket in self.buckets for m in bucket.members if not m.in_window]
 

@@ -244,6 +244,9 @@ class FullyShardedReduction(Arrivals):
     def first_nonfinite(self) -> int | None:
         return first_nonfinite(self.shards)
 
+    def unreduced(self) -> set[int]:
+        return set()
+
     def untouched(self) -> list[int]:
         return [info.index for info, _ in self.parameters if info.index not in self._used]
 

@@ -29,7 +29,6 @@ class LocalGradients(BucketReduction):
     stays_local: Callable[[Bucket], bool] = staticmethod(lambda bucket: False)
 
     def unreduced(self) -> set[int]:
-        """Registry indices of parameters whose gradients are this rank's own in this window."""
         local = [bucket for bucket in self.buckets if self.stays_local(bucket)]
         return {shard.info.index for bucket in local for shard, _ in bucket.shards}
 

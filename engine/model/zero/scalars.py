@@ -53,6 +53,9 @@ class ShardedWithScalars:
         found = [index for part in self._parts if (index := part.first_nonfinite_arrival()) is not None]
         return min(found, default=None)
 
+    def unreduced(self) -> set[int]:
+        return set()
+
     def untouched(self) -> list[int]:
         return self._sharded.untouched() + self._scalars.untouched()
 
