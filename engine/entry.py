@@ -18,7 +18,7 @@ from engine.config import Config, ConfigError, EngineError, Problem, examine
 from engine.device import backend_for, current_device, device_kind
 from engine.engine import Engine
 from engine.launch.environment import RankEnvironment
-from engine.mesh import join_process_group
+from engine.mesh import join_process_group, leave_process_group
 from engine.optim.optimizer import EngineOptimizer
 from engine.plan import World, plan, usable
 
@@ -185,7 +185,7 @@ def _model_parallel_unit(mpu: Any, environment: RankEnvironment) -> ModelParalle
 
 def _leave() -> None:
     watch.stop()
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def _how(environment: RankEnvironment) -> str:

@@ -164,6 +164,14 @@ def _mesh_over(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
     return _device_meshes[world, layout]
 
 
+def leave_process_group() -> None:
+    """End the default process group, and every group that meshes share on it: those live as long as somebody knows
+    them, each with its sockets and threads."""
+    dist.destroy_process_group()
+    _device_meshes.clear()
+    _control_groups.clear()
+
+
 def is_gloo_alone(group: dist.ProcessGroup | None) -> bool:
     """Whether every device's collectives of ``group`` (None: all ranks) run on gloo."""
     return {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}

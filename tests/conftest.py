@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,12 @@ def ranks() -> Iterator[Ranks]:
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """``figure(line)``: a line of measured figures, printed at the end of the session, whichever worker took it."""
     return lambda line: record_property("figure", line)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay for the session: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

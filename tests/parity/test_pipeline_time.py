@@ -82,6 +82,22 @@ def names_of(*seconds: float) -> tuple[list[str], float]:
     return names, loss
 
 
+def train_llama(**more: Any) -> tuple[float, int]:
+    """The loss of the second step, and how many elements this rank holds."""
+    tokens = torch.randint(31, (16, 8), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    config = {**settings(), **more}
+    if "pipeline" not in more:
+        del config["pipeline"]
+    model_engine, _, loader, _ = engine.initialize(model=seeded("llama"), config=config, training_data=data)
+    assert loader is not None
+    batches = iter(loader)
+    losses = [model_engine.train_batch(batches).item() for _ in range(2)]
+    held = sum(parameter.numel() for parameter in model_engine.module.parameters())
+    model_engine.destroy()
+    return losses[1], held
+
+
 def refused(kind: str) -> str:
     data = [(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))] * 4 if kind == "meta" else None
     with pytest.raises(engine.EngineError) as raised:
@@ -107,3 +123,11 @@ def test_what_cannot_be_timed_is_refused_on_every_rank(ranks: Any, kind: str, sa
     told = ranks(2).run(refused, kind)
     assert told[0] == told[1]
     assert said in told[0]
+
+
+def test_split_layers_are_timed_too(ranks: Any) -> None:
+    timed = {"pipeline": {"stages": 2, "partition": "time"}, "tensor_parallel": {"size": 2}}
+    (expected, whole), *_ = ranks(1).run(train_llama)
+    for loss, held in ranks(4).run(train_llama, timeout=120, **timed):
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert held < whole / 2
