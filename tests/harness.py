@@ -396,6 +396,4 @@ def serve_parent() -> None:
 
 if __name__ == "__main__":
     # Under its importable name, so that what a rank sends can be read by the parent.
-    from tests.harness import serve_parent as serve
-
-    serve()
+    importlib.import_module("tests.harness").serve_parent()
