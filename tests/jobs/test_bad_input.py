@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_a_number(faulty: Arguments, tmp_path: Path) -> None:
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] is None
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_that_raises(nproc: int, faulty: Arguments, tmp_path: Path) -> None:
     changes = {"model.args.at_forward": 3, "model.args.on_rank": nproc - 1}
     finished = run(faulty(tmp_path / "output", "raise", changes, "--nproc", str(nproc)))

@@ -94,6 +94,7 @@ def test_saves_in_the_background(small: Arguments, whole_run_of_two: tuple[Path,
         assert ours == theirs, tag
 
 
+@pytest.mark.slow
 def test_the_save_of_a_stopped_run_is_on_the_disk(faulty: Arguments, tmp_path: Path) -> None:
     output = tmp_path / "output"
     changes = {"model.args.at_forward": AT_STEP, "checkpoint.async": True}

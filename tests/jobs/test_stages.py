@@ -12,9 +12,7 @@ from tests.jobs.job import EXAMPLE, Finished, column, run, settings, start, summ
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_losses_are_those_of_one_process(
     stage: int, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:

@@ -64,7 +64,8 @@ def test_stopped_and_resumed_is_as_never_stopped(
         assert ours[key] == theirs[key], key
 
 
-@pytest.mark.parametrize(("nproc", "then"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "then"), [(1, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on(
     nproc: int, then: int, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_planted_fault_is_named(tmp_path, fault):
     assert "Traceback" not in finished.err
 
 
+@pytest.mark.slow
 def test_mistakes(tmp_path):
     finished = verify(tmp_path, "broken")
     assert finished.code == 2

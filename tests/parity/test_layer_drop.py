@@ -15,6 +15,7 @@ from tests.parity.compare import assert_equal_to
 from tests.parity.layer_drop_oracle import Drop, Recount, oracle_run, recount
 from tests.parity.one_bit_runs import KINDS, state_of, values_of
 from tests.parity.runs import Pieces, config_of, pieces_of, step_through, train
+from tests.parity.tiers import slow
 from tests.parity.toy import Result, toy_model
 
 SMALL = {"num_blocks": 4, "width": 32, "num_heads": 2}
@@ -52,7 +53,7 @@ def expected(world: int, precision: str, accumulation: int, compat: str | None =
     return result, recount(Drop(compat=compat), steps=STEPS, num_layers=4, accumulation=accumulation, dp=world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_against_a_loop_with_explicit_gates(ranks: Any, world: int) -> None:
     by_rank = ranks(world).run(run_cases, world, timeout=240.0)
     for number, (_, stage, precision, accumulation) in enumerate(case for case in CASES if case[0] == world):
@@ -73,7 +74,7 @@ def run_neutral(stage: int, precision: str) -> list[tuple[Result, Pieces]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_at_theta_1_no_bit_differs(ranks: Any, stage: int, precision: str) -> None:
     for (plain, pieces), *found in ranks(2).run(run_neutral, stage, precision, timeout=120.0):
         for number, (result, own) in enumerate(found):
@@ -185,7 +186,7 @@ def run_one_bit(kind: str) -> list[dict[str, dict[str, torch.Tensor]]]:
     return history
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["OneBitAdam", slow("ZeroOneAdam"), slow("OneBitLamb")])
 def test_signs_move_only_the_layers_that_were_kept(ranks: Any, kind: str) -> None:
     """0/1 Adam's ranks are apart until they synchronise, and then all moves that a layer made since."""
     first, second = ranks(2).run(run_one_bit, kind)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import engine
 from tests.parity.pipeline_models import batch_of, config_of, seeded
+from tests.parity.tiers import slow
 
 MODEL, ACCUMULATION = "tied_layers", 2
 SAVED_AT, STEPS = 7, 14
@@ -76,7 +77,7 @@ def test_stages_compress_what_the_whole_model_does(ranks, tmp_path, kind):
             assert torch.equal(again[3][name], value), name
 
 
-@pytest.mark.parametrize("unit", ["bucket", "group", "tensor"])
+@pytest.mark.parametrize("unit", ["bucket", slow("group"), slow("tensor")])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_copies_on_two_stages_stay_equal(ranks, tmp_path, kind, unit):
     """In buckets of many parameters, where the scale of a stage's other parameters must not touch a shared one's."""

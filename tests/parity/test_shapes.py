@@ -27,6 +27,7 @@ from tests.parity.small import (
     seeded,
     token_batch,
 )
+from tests.parity.tiers import slow
 from tests.parity.toy import Result, toy_model
 
 STEPS = 4
@@ -75,7 +76,7 @@ def outcomes(ranks):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_process(outcomes, name, world, stage):
     # batch normalisation over two samples blows rounding noise up, hence the wider norms
@@ -84,7 +85,7 @@ def test_equal_to_one_process(outcomes, name, world, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_every_row_of_an_uneven_vocabulary_trains(outcomes, world, stage):
     after = assemble([pieces for _, pieces, _ in outcomes(world, stage, "tied")])["token_embedding.weight"]
     before = dict(CASES["tied"].model().named_parameters())["token_embedding.weight"]
@@ -93,7 +94,7 @@ def test_every_row_of_an_uneven_vocabulary_trains(outcomes, world, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_frozen_parameters_keep_every_bit_and_have_no_state(outcomes, world, stage):
     by_rank = outcomes(world, stage, "frozen")
     after = assemble([pieces for _, pieces, _ in by_rank])
@@ -173,7 +174,7 @@ def digest_in_one_process(seed: int) -> str:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_meta_models_start_equal(ranks, world, stage):
     one_by_one = {"prefetch_bucket_size": 1}
     by_rank = ranks(world).run(hash_of_initial_parameters, stage, 5, one_by_one if stage == 3 else None)

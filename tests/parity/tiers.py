@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
 import pytest
+
+
+def slow(*values: Any) -> Any:
+    """One set of a test's parameters, for `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def tiers(

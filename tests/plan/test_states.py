@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.bench.plan_against_real import differences
+from tests.parity.tiers import slow
 from tests.plan.real_counts import CP, ROWS, SP, counted, planned, settings
 
 
@@ -18,7 +19,7 @@ def compare(ranks: Any, world: int, config: dict[str, Any], kind: str = "toy") -
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, slow(4)])
 def test_toy(ranks: Any, world: int, stage: int) -> None:
     compare(ranks, world, settings(stage))
 
@@ -34,7 +35,7 @@ def test_eight_ranks(ranks: Any, row: str) -> None:
     compare(ranks, *ROWS[row])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2), 3])
 def test_16_bit_with_gradients_in_16_bit(ranks: Any, stage: int) -> None:
     bf16 = {"bf16": {"enabled": True}}
     compare(ranks, 2, settings(stage, **bf16))
@@ -67,7 +68,7 @@ def test_optimizers(ranks: Any, optimizer: str, params: dict[str, Any]) -> None:
     compare(ranks, 2, settings(2, optimizer={"type": optimizer, "params": {"lr": 1e-3, **params}}))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2), 3])
 def test_tensor_parallel_ranks_beside_every_stage(ranks: Any, stage: int) -> None:
     compare(ranks, 4, settings(stage, tensor_parallel={"size": 2}))
 

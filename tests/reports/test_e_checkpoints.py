@@ -20,6 +20,7 @@ from tests.harness import RankFailed
 from tests.parity.runs import pieces_of
 from tests.parity.small import config_of, regression_batch, run_steps, seeded
 from tests.parity.test_resume import moments_of
+from tests.parity.tiers import slow
 
 STAGES = range(4)
 
@@ -253,7 +254,7 @@ def load_the_latest(folder: Path) -> tuple[str | None, int]:
     return found
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [slow(False), True])
 def test_e13_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(ranks, tmp_path, background):
     with pytest.raises(RankFailed, match="rank 1 died with exit code -9"):
         ranks(2).run(die_while_saving, tmp_path, background)

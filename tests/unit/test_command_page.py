@@ -18,7 +18,7 @@ from engine.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "commands.md"
-PAGES = [PAGE, REPOSITORY / "docs" / "planning.md"]
+PLANNING = REPOSITORY / "docs" / "planning.md"
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 EXIT_CODES = {0: "", 1: "exit code 1\n", 2: "exit code 2\n"}
 
@@ -51,7 +51,7 @@ def output_of(commands: str, folder: Path) -> str:
     return printed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, pytest.param(PLANNING, marks=pytest.mark.slow)], ids=lambda page: page.stem)
 def test_a_page_shows_what_is_printed(page: Path, folder: Path) -> None:
     text = page.read_text("utf-8")
 

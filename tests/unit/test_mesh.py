@@ -11,6 +11,7 @@ import torch.distributed as dist
 from engine.mesh import Mesh
 from engine.plan import Degrees
 from engine.plan.placement import axes_in_order, groups
+from tests.parity.tiers import slow
 
 FOUR = [
     Degrees(dp_shard=2, tp=2, placement="PDT"),
@@ -41,7 +42,7 @@ def places_of(cases: list[Degrees]) -> list[dict[str, Any]]:
     return [place_of(degrees) for degrees in cases]
 
 
-@pytest.mark.parametrize("cases", [FOUR, EIGHT], ids=["4 ranks", "8 ranks"])
+@pytest.mark.parametrize("cases", [FOUR, slow(EIGHT)], ids=["4 ranks", "8 ranks"])
 def test_groups_join_the_ranks_that_the_plan_prints(ranks: Any, cases: list[Degrees]) -> None:
     found = ranks(cases[0].size).run(places_of, cases)
     for index, degrees in enumerate(cases):

@@ -13,10 +13,11 @@ import pytest
 
 from tests.harness import REPOSITORY
 from tests.network import why_not_allowed
+from tests.parity.tiers import slow
 from tests.unit.collectives import counted_by_kernel
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_the_kernel_counts_the_same(world: int, tmp_path: Path) -> None:
     """What loopback carried in some steps is what the ledgers say, and headers; where ranks may have no network of
     their own, also what others sent."""

@@ -13,6 +13,7 @@ from engine.collectives.ledger import Ledger
 from engine.collectives.objects import ObjectGroup
 from engine.plan.cuts import AGREEMENT_NUMBERS
 from tests.parity.runs import config_of
+from tests.parity.tiers import slow
 from tests.parity.toy import part, toy_batch, toy_model
 
 ACCUMULATION = 2
@@ -81,7 +82,7 @@ def closed_form(stage: int, ranks: int) -> float:
     return ACCUMULATION * once * (3 * blocks + 2 * rest)  # blocks are gathered for forward and again for backward
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_steps_send_what_the_closed_forms_say(ranks, world, tmp_path):
     configs = [stage_config(stage, world) for stage in range(4)]
     agreement = 2 * (world - 1) / world * AGREEMENT_NUMBERS * 8
@@ -134,7 +135,7 @@ def count_steps(configs: list[dict[str, Any]]) -> list[list[int]]:
     return counted
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_one_bit_adam_sends_one_bit_each_way(ranks, world):
     one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": FREEZE_STEP}}
     fp16 = {"communication_data_type": "fp16", "fp16": {"loss_scale": 128.0}}
