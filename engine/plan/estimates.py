@@ -36,15 +36,19 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan, facts: ModelFacts) -> MemoryEstimate:
-    """What ZeRO's formula says for this plan: each kind of state is divided by the ranks from its stage on."""
-    stage, shard = plan.zero.stage, plan.shard_size
+    """What ZeRO's formula says for this plan: each kind of state is divided by the ranks from its stage on.
+
+    Of tp ranks and pipeline stages each is taken to hold an equal part; `states_by_rank` knows what each holds.
+    """
+    stage, shard, parts = plan.zero.stage, plan.shard_size, plan.degrees.tp * plan.degrees.pp
     compute = DTYPE_BYTES[plan.precision.compute]
-    total, trainable = facts.num_parameters, facts.num_trainable_parameters
+    total, trainable = _share(facts.num_parameters, parts), _share(facts.num_trainable_parameters, parts)
     masters = 0 if plan.precision.compute == "fp32" else 4
     if stage == 3:
         # The shard is the fp32 master itself; 16-bit copies exist only while a group of blocks is gathered.
         parameters, masters = 4 * _share(total, shard), 0
-        gathered = compute * min(total, max(plan.zero.group_elements, facts.num_block_parameters or 0))
+        blocks = _share(facts.num_block_parameters or 0, plan.degrees.tp)
+        gathered = compute * min(total, max(plan.zero.group_elements, blocks))
     else:
         parameters, gathered = compute * total, 0
     gradients = DTYPE_BYTES[plan.precision.accumulate] * _share(trainable, shard if stage >= 2 else 1)

@@ -227,10 +227,12 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     optimizer = "unknown" if estimate.optimizer_bytes is None else format_bytes(estimate.optimizer_bytes)
     gathered = f", {format_bytes(estimate.gathered_bytes)} gathered blocks" if estimate.gathered_bytes else ""
     total = "" if estimate.total_bytes is None else f"{format_bytes(estimate.total_bytes)} = "
+    parts = plan.degrees.tp * plan.degrees.pp
+    if_equal = "" if parts == 1 else f", if the {parts} parts of the model are equal"
     yield (
         "memory",
         f"per rank {total}{format_bytes(estimate.parameter_bytes)} parameters, "
-        f"{format_bytes(estimate.gradient_bytes)} gradients, {optimizer} optimizer state{gathered}; "
+        f"{format_bytes(estimate.gradient_bytes)} gradients, {optimizer} optimizer state{gathered}{if_equal}; "
         "activations come on top",
     )
 

@@ -38,6 +38,13 @@ def test_bf16_over_four_ranks_keeps_fp32_masters(make_plan: MakePlan, stage: int
     assert estimate(make_plan, stage, 4, bf16={"enabled": True}) == MemoryEstimate(*expected)
 
 
+def test_tp_ranks_and_stages_hold_parts(make_plan: MakePlan) -> None:
+    split = {"tensor_parallel": {"size": 2}, "pipeline": {"stages": 2}}
+    assert estimate(make_plan, 1, 8, **split) == MemoryEstimate(1000, 1000, 1000, 0)
+    sharded = estimate(make_plan, 3, 8, **split)
+    assert sharded == MemoryEstimate(500, 500, 1000, 600)
+
+
 def test_frozen_parameters_and_uneven_shards(make_plan: MakePlan) -> None:
     facts = ModelFacts(num_parameters=10, num_trainable_parameters=7)
     assert estimate(make_plan, 2, 2, facts) == MemoryEstimate(40, 16, 32, 0)
