@@ -63,6 +63,7 @@ bench-learning: $(VENV)/.installed-plot ## do curricula, random-LTD and layer dr
 
 matrix: $(VENV)/.installed-test ## every cell of the parity table, slow ones too; fills docs/benchmarks/matrix.md
 	@$(PYTEST) tests/parity --result-file docs/benchmarks/matrix.md $(TEST_ARGUMENTS)
+	@$(PYTEST) tests/jobs tests/unit tests/plan tests/reports -m matrix
 
 composition: $(VENV)/.installed-test ## every pair of features, equal or refused; writes docs/composition.md, goes on where it stopped
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.composition.page $(COMPOSITION_ARGUMENTS)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.jobs.conftest import Arguments
 from tests.jobs.job import EXAMPLE, Finished, column, run, settings, start, summary
+from tests.parity.tiers import slow
 
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
+@pytest.mark.parametrize("stage", [*map(slow, (0, 1, 2)), 3])
 def test_losses_are_those_of_one_process(
     stage: int, small: Arguments, whole_run: tuple[Path, Finished], tmp_path: Path
 ) -> None:
@@ -31,27 +34,30 @@ def test_losses_are_those_of_one_process(
 
 
 @pytest.fixture(scope="module")
-def long_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Half of the default run on two ranks at every stage, evaluated once at its end.
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """``long_run(stage)``: most of the default run on two ranks, evaluated once at its end.
 
     It shows whether rounding stays rounding: in an unstable phase of training (twice this learning rate is enough) a
     difference in the last bit becomes one in the second digit within 50 steps.
     """
     folder = tmp_path_factory.mktemp("long")
-    outputs = {stage: folder / f"stage{stage}" for stage in range(4)}
-    for stage, output in outputs.items():
+
+    @functools.cache
+    def of(stage: int) -> Path:
+        output = folder / f"stage{stage}"
         changes = {"zero_optimization.stage": stage, "training.steps": 300, "training.eval_interval": None}
         arguments = ["--config", str(EXAMPLE), "--nproc", "2", "--output", str(output), *settings(changes)]
         finished = start(arguments).finish(timeout=600)
         assert finished.code == 0, finished.err
-    return outputs
+        return output
+
+    return of
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_examples_run_ends_alike_at_every_stage(stage: int, long_runs: dict[int, Path]) -> None:
-    first, other = long_runs[0], long_runs[stage]
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.matrix) for stage in (1, 2)), slow(3)])
+def test_the_examples_run_ends_alike_at_every_stage(stage: int, long_run: Callable[[int], Path]) -> None:
+    first, other = long_run(0), long_run(stage)
     assert column(other, "loss")[:10] == pytest.approx(column(first, "loss")[:10], abs=TOLERANCE)
     assert summary(other)["validation_loss"] == pytest.approx(summary(first)["validation_loss"], abs=5e-3)
     assert summary(other)["validation_loss"] < summary(other)["bigram_entropy"]

@@ -69,8 +69,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.matrix if fault in ("disorderly", "counting") else pytest.mark.slow)
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_named(tmp_path, fault):
     finished = verify(tmp_path, fault)
     assert finished.code == 1, finished.out + finished.err

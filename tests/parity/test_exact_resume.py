@@ -17,6 +17,7 @@ from tests.parity.augmented import Augmented
 from tests.parity.runs import pieces_of
 from tests.parity.small import seeded
 from tests.parity.test_resume import moments_of
+from tests.parity.tiers import tiers
 
 NUM_STEPS, STOPS = 40, (7, 20, 33)
 GLOBAL_BATCH, ACCUMULATION = 8, 2
@@ -89,12 +90,9 @@ def check(ranks: Any, folder: Path, stage: int, world: int, precision: str) -> N
         assert len(set(straight[0]["scales"])) > 2
 
 
-@pytest.mark.parametrize(("stage", "world", "precision"), COVER)
+@pytest.mark.parametrize(
+    ("stage", "world", "precision"),
+    [pytest.param(*cell, marks=marks) for cell, marks in tiers(PRODUCT, COVER, slow_of=3)],
+)
 def test_three_stops_change_no_bit(ranks, tmp_path, stage, world, precision):
-    check(ranks, tmp_path, stage, world, precision)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "world", "precision"), [case for case in PRODUCT if case not in COVER])
-def test_three_stops_change_no_bit_in_the_other_cells(ranks, tmp_path, stage, world, precision):
     check(ranks, tmp_path, stage, world, precision)

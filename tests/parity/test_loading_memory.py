@@ -7,12 +7,19 @@ import re
 import pytest
 
 from tests.harness import launch_script
+from tests.parity.tiers import slow
 
 MODULE = "tests.parity.loading_memory"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (3, 2)), ((1, 1), (3, 2)), ((3, 2), (1, 1))])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        slow((1, 1), (3, 2)),
+        pytest.param((3, 2), (3, 2), marks=pytest.mark.matrix),
+        pytest.param((3, 2), (1, 1), marks=pytest.mark.matrix),
+    ],
+)
 def test_the_peak_of_a_load(tmp_path, saved, loaded):
     """(stage, ranks) of a 400 MB model whose moments are twice that."""
     finished = launch_script(saved[1], ["-m", MODULE, "save", str(saved[0]), str(tmp_path)], timeout=250)

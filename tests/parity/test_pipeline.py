@@ -14,7 +14,7 @@ from tests.parity.toy import GLOBAL_BATCH, SEQUENCE_LENGTH, Result, reference_ru
 
 CASES = all_cases()
 QUICK = quick_cases(CASES)
-SLOW_OF = 7
+SLOW_OF = 13
 """Every so many of the other cells are in the slow tier; all of them run in `make matrix`."""
 TOLERANCES = {
     "fp32": {"losses": 1e-5, "parameters": 1e-5, "norms": 1e-6},

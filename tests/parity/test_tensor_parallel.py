@@ -111,7 +111,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("model", "mesh", "stage", "precision"),
-    [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks) for cell, marks in tiers(CELLS, QUICK, slow_of=7)],
+    [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks) for cell, marks in tiers(CELLS, QUICK, slow_of=13)],
 )
 def test_equal_to_one_process(ranks, row, model, mesh, stage, precision):
     row(mesh, f"stage {stage}", precision)
