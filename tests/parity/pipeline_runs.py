@@ -47,6 +47,13 @@ class Case:
         return f"{self.schedule}-pp{self.pp}of{self.world}{split}-stage{self.stage}{replicas}-{self.precision}"
 
     @property
+    def layout(self) -> str:
+        """As a row of the parity table: schedules stand together."""
+        replicas = self.world // (self.pp * self.tp)
+        data = f" x hsdp {replicas // self.shards} x {self.shards}" if self.shards else f" x dp{replicas}"
+        return f"pp{self.pp}{data if replicas > 1 else ''}{f' x tp{self.tp}' if self.tp > 1 else ''}"
+
+    @property
     def num_parts(self) -> int:
         return self.world // (self.pp * self.tp) * self.micro_batches
 

@@ -52,7 +52,8 @@ def check(case: Case, by_rank: list) -> None:
     "case",
     [pytest.param(case, id=case.name, marks=marks) for case, marks in tiers(CASES, QUICK, SLOW_OF)],
 )
-def test_cell(ranks, case):
+def test_cell(ranks, row, case):
+    row(case.layout, f"stage {case.stage}", case.precision)
     check(case, ranks(case.world).run(run_case, case, timeout=120))
 
 
