@@ -24,7 +24,7 @@ from engine.model import transforms, zero
 from engine.model.blocks import find_blocks
 from engine.optim.client import client_optimizer
 from engine.optim.clipping import build_clipping
-from engine.optim.compressed import Stages, connect
+from engine.optim.compressed import connect
 from engine.optim.factory import granularity_of
 from engine.optim.groups import optimizer_over
 from engine.optim.loss_scaler import LossScaler
@@ -77,9 +77,7 @@ def build(
     curriculum = build_curriculum(plan, model, loader)
     sum_norms = NormSum(mesh, registry, [ShardGroup.of(mesh, axis, ledger) for axis in ("dp_shard", "tp")])
     stepper = optimizer_over(reduction.shards, registry, plan.optimizer, client, sum_norms)
-    replicas = ShardGroup.of(mesh, "dp_replicate", ledger)
-    stages = Stages(mesh.rank == 0, ShardGroup.of(mesh, "pp", ledger), registry.shared())
-    connect(stepper.inner if stepper else (), data_parallel.reduction, replicas, stages)
+    connect(stepper.inner if stepper else (), data_parallel.reduction, registry.shared(), mesh, ledger)
     schedule = schedule_on(stepper, plan.schedule, lr_scheduler)
     precision = LossScaler(plan.precision.loss_scale)
     if stepper is not None:

@@ -191,20 +191,11 @@ class StateTree:
         return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
 
     def _rank_chunks(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
-        """Row r of the global tensor ``rank.NAME`` is rank r's; under a pipeline ``rank.ppP.NAME`` has the rows of the
-        ranks at pipeline coordinate P, for each stage has parameters of its own."""
+        """A row for each rank of a pipeline stage; stages have parameters, and so names, of their own."""
         row, num_rows = self._place_in_stage
-        prefix = "rank." if num_rows == self.layout.world_size else f"rank.pp{self._registry.stage}."
-        return [
-            Chunk(
-                f"{prefix}{name}",
-                (num_rows, tensor.numel()),
-                (row, 0),
-                (1, tensor.numel()),
-                tensor.view(1, -1),
-            )
-            for name, tensor in tensors.items()
-        ]
+        stage = "" if num_rows == self.layout.world_size else f"pp{self._registry.stage}."
+        whole = {f"rank.{stage}{name}": tensor.view(1, -1) for name, tensor in tensors.items()}
+        return [Chunk(name, (num_rows, t.numel()), (row, 0), (1, t.numel()), t) for name, t in whole.items()]
 
     def _empty_chunks(self, frozen: bool = True) -> list[Chunk]:
         wanted = [info for info in self._empty if info.trainable or frozen]

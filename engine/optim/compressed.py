@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives.compressed_all_reduce import CompressedAllReduce, Range
+from engine.collectives.ledger import Ledger
 from engine.collectives.shards import ShardGroup
 from engine.contracts import EngineError
+from engine.mesh import Mesh
 
 log = logging.getLogger("engine")
 
@@ -369,12 +371,20 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def connect(
-    optimizers: Iterable[torch.optim.Optimizer], reduction: Any, group: ShardGroup, stages: Stages
+    optimizers: Iterable[torch.optim.Optimizer],
+    reduction: Any,
+    holders: Mapping[int, tuple[int, ...]],
+    mesh: Mesh,
+    ledger: Ledger,
 ) -> CompressedOptimizer | None:
-    """Give the buckets of ``reduction`` to the optimizer that steps on them, if there is one of the 1-bit family."""
+    """Give the buckets of ``reduction`` to the optimizer that steps on them, if there is one of the 1-bit family.
+
+    ``holders``: see `Stages`.
+    """
     for optimizer in optimizers:
         if isinstance(optimizer, CompressedOptimizer):
-            optimizer.connect(reduction, group, stages)
+            stages = Stages(mesh.rank == 0, ShardGroup.of(mesh, "pp", ledger), holders)
+            optimizer.connect(reduction, ShardGroup.of(mesh, "dp_replicate", ledger), stages)
             return optimizer
     return None
 
