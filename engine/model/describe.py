@@ -55,7 +55,8 @@ def describe_model(
             raise EngineError(f"the model cannot be built without memory: {_first_line(error)}") from error
         blocks, layers = _blocks(model, plan), None
         if plan.pipeline is not None:
-            layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+            path = plan.config.model.blocks if plan.config.model else None
+            layers = find_layers(model, blocks, path, loss_of)
             blocks = layers.modules
         facts = read_facts(model, blocks) if layers is None else layered_facts(model, layers)
         _cast(model, plan)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.contracts import EngineError, PipelineError
+from engine.data.batch import call_with_batch
 from engine.mesh import Mesh
+from engine.model.pipeline.children import absent_output, meta_copy
 from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
 from engine.model.pipeline.profile import times_of_layers
 from engine.model.zero.layout import compute_dtype
@@ -39,7 +41,7 @@ class _Reached(BaseException):
 class Gate(nn.Module):
     """Stands for a layer of another stage; plain attributes of the layer (its kind of attention, say) are kept."""
 
-    def __init__(self, position: int, layer: nn.Module, pass_by: Callable[[int], Any]) -> None:
+    def __init__(self, position: int, layer: nn.Module, pass_by: Callable[[int, Any, Any], Any]) -> None:
         super().__init__()
         inherited = vars(nn.Module()).keys()
         facts = {k: v for k, v in vars(layer).items() if k not in inherited and not isinstance(v, Tensor)}
@@ -47,7 +49,7 @@ class Gate(nn.Module):
         self.__dict__["_position"], self.__dict__["_pass_by"] = position, pass_by
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_pass_by"](self.__dict__["_position"])
+        return self.__dict__["_pass_by"](self.__dict__["_position"], args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         facts = self.__dict__.get("_facts", {})
@@ -67,6 +69,7 @@ class StagedModel:
         self._children, self._keys = children_of(layers.container), layers.keys
         self.names = [layers.name(position) for position in range(len(layers.keys))]
         self._layers = dict(enumerate(layers.modules))
+        self._shapes = {at: meta_copy(layer) for at, layer in self._layers.items()} if layers.differ else {}
         self._gates = [Gate(position, layer, self._pass_by) for position, layer in self._layers.items()]
         self._layers = {position: layer for position, layer in self._layers.items() if self._is_here(position)}
         self._stage: int | None = None
@@ -188,14 +191,17 @@ class StagedModel:
         first, last = self.names[self.bounds[stage]], self.names[self.bounds[stage + 1] - 1]
         return f"pipeline stage {stage} ({first} to {last})"
 
-    def _pass_by(self, position: int) -> Any:
-        """A gate is called. In front of the stage: what came in, or NaN of its shape for layers further in front."""
+    def _pass_by(self, position: int, args: Any, kwargs: Any) -> Any:
+        """A gate is called. In front of the stage: what came in, or for layers further in front NaN, of the same shape
+        where all layers return one."""
         assert self._stage is not None
         first = self.bounds[self._stage]
         if position >= first:
             raise _Reached
         if position == first - 1:
             return self._received
+        if position in self._shapes:
+            return absent_output(self._shapes[position], self.names[position], args, kwargs, self._received)
         return tree_map_tensors(_unusable, self._received)
 
     def check_independent(self, stage: int, received: Any, output: Any) -> None:
@@ -230,7 +236,13 @@ def apply(
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None)
+    run = functools.partial(_run_without_memory, sample=sample, has_loss_fn=loss_fn is not None)
+    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None, run)
+    if layers.differ and plan.degrees.tp > 1:
+        raise EngineError(
+            f"tensor_parallel does not go with pipeline.stages {plan.degrees.pp} for {type(model).__name__}, which has "
+            "no list of repeated blocks: layers of different shapes are not split here; set tensor_parallel.size to 1"
+        )
     shapes = {info.name: info.global_shape for info in registry.infos}
     facts = layered_facts(model, layers)
     facts = replace(facts, parameters=tuple(replace(p, shape=shapes[p.name]) for p in facts.parameters))
@@ -263,6 +275,12 @@ def apply(
     _drop(model, registry, plan, mesh.device)
     model.register_load_state_dict_pre_hook(functools.partial(_leave_out, whole - set(model.state_dict())))
     return staged
+
+
+def _run_without_memory(model: nn.Module, sample: Callable[[], Any], has_loss_fn: bool) -> None:
+    batch = sample()
+    inputs = batch[0] if has_loss_fn else batch
+    call_with_batch(meta_copy(model), tree_map_tensors(lambda tensor: tensor.to("meta"), inputs))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.config.messages import EngineError
 from engine.model.facts import read_facts
+from engine.model.pipeline.children import Run, called_children, trunk_of
 from engine.plan import ModelFacts
 from engine.torch_compat import children_of
 
@@ -19,12 +20,14 @@ Place = Literal["first", "last", "both"]
 @dataclass(frozen=True)
 class Layers:
     """``container`` (a `Sequential`, `ModuleList`, ...) holds the layers under ``keys``, in the order of the calls;
-    ``path`` is its name in the model, '' for the model itself. ``order``: module name -> place of registration."""
+    ``path`` is its name in the model, '' for the model itself. ``order``: module name -> place of registration.
+    ``differ``: what the layers return may differ in shape (children.py)."""
 
     container: nn.Module
     keys: tuple[str, ...]
     path: str
     order: Mapping[str, int]
+    differ: bool = False
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -42,11 +45,12 @@ class Layers:
         return self.keys.index(key) if key in self.keys and "." in inside else None
 
 
-def find_layers(model: nn.Module, blocks: Sequence[nn.Module], path: str | None) -> Layers:
+def find_layers(model: nn.Module, blocks: Sequence[nn.Module], path: str | None, run: Run | None = None) -> Layers:
     """The layers of ``model``: those of a sequence (`nn.Sequential`, `engine.PipelineModule`) unless ``path`` (config
-    ``model.blocks``) names others; else the container of its repeated ``blocks``.
+    ``model.blocks``) names others; else the container of its repeated ``blocks``; else the children of the module that
+    holds all parameters, in the order in which ``run(model)`` calls them.
 
-    Raises EngineError for a model that has neither.
+    Raises EngineError for a model that has none of these.
     """
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -57,6 +61,10 @@ def find_layers(model: nn.Module, blocks: Sequence[nn.Module], path: str | None)
         keys = tuple(key for key, child in children_of(module).items() if child in wanted)
         if wanted and set(module.children()) >= wanted and len(keys) >= len(wanted):
             return Layers(module, keys, name, order)
+    trunk = trunk_of(model)
+    keys = () if wanted else called_children(model, trunk, run)
+    if len(keys) > 1:
+        return Layers(model.get_submodule(trunk), keys, trunk, order, differ=True)
     raise EngineError(
         f"pipeline.stages: {type(model).__name__} has no list of repeated blocks to cut between; name its container "
         "with model.blocks, or give the model as nn.Sequential or engine.PipelineModule"
