@@ -32,8 +32,8 @@ class DistributedLoader(Iterable[Any]):
 
     **Position.** `state` counts the batches handed out, not those that workers have prefetched. `load` continues
     behind them: same samples, same order, with workers or without, under any dp_size and accumulation of the same
-    global batch. `load` and a newer ``iter()`` end an iterator that is under way; an iterator given up early does not
-    rewind: the next one is the next epoch.
+    global batch. `load` and a newer ``iter()`` end an iterator that is under way (one that has handed out nothing yet
+    begins where `load` went); an iterator given up early does not rewind: the next one is the next epoch.
 
     **Iterable datasets** (no ``__getitem__``) must yield the same samples on every rank: do not shard them yourself;
     see `RankStream`. Their order is their own: ``shuffle`` does not apply, ``set_epoch`` is called where they have it.
@@ -105,7 +105,7 @@ class DistributedLoader(Iterable[Any]):
             self.num_workers = 1
         self._position = Position()
         self._begun = False
-        self._iteration = 0
+        self._iteration = self._handing_out = 0
         self._dataset_state: DatasetState | None = None
         self.sampler: CurriculumSampler | None = None
         """Draws the samples of each step, in place of the epoch's order. An epoch is as many steps as without it."""
@@ -189,7 +189,8 @@ class DistributedLoader(Iterable[Any]):
         return {} if self.sampler is None else self.sampler.difficulties(max(1, self._drawn.num_batches))
 
     def _move_to(self, position: Position, dataset_state: DatasetState | None) -> None:
-        self._iteration += 1
+        if self._handing_out == self._iteration:
+            self._iteration += 1
         self._begun = False
         self._position, self._dataset_state = position, dataset_state
 
@@ -197,6 +198,8 @@ class DistributedLoader(Iterable[Any]):
 
     def _hand_out(self, iteration: int) -> Iterator[Any]:
         resumed_at = self._position.consumed
+        if self._iteration == iteration:
+            self._begun, self._handing_out = True, iteration
         while self._iteration == iteration:
             for item in self._read_epoch():
                 if self._iteration != iteration:

@@ -237,6 +237,24 @@ def test_loading_or_a_newer_iterator_ends_the_one_under_way() -> None:
     assert next(newest).tolist() == sample_order(100, 7, 1)[:2].tolist()
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_iterator_that_has_not_begun_begins_where_loading_went(anew: bool) -> None:
+    one = loader()
+    run = iter(one)
+    for _ in range(3):
+        next(run)
+    saved, expected = one.state(), [next(run).tolist() for _ in range(2)]
+    other = loader()
+    waiting = iter(other)
+    other.load(saved, layout(2))
+    batches = iter(other) if anew else waiting
+    assert [next(batches).tolist() for _ in range(2)] == expected
+    assert other.state()["epoch"] == 0
+    rest = list(batches)
+    assert len(rest) == len(list(run))
+    assert other.state()["epoch"] == 1
+
+
 def test_a_repeating_loader_follows_a_loaded_position() -> None:
     one = loader()
     batches = RepeatingLoader(one)
