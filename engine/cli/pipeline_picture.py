@@ -115,8 +115,8 @@ def schedule_svg(plan: Plan, stages: PipelineForecast | None = None) -> str:
             )
     axis = TOP + ROW * len(slots) + 6
     parts.append(f'<line x1="{LEFT}" y1="{axis}" x2="{LEFT + end * scale:.1f}" y2="{axis}" stroke="{GRID}"/>')
-    inside = "micro-batch" if pipeline.virtual_stages == 1 else "stage:micro-batch"
-    parts.append(f'<text x="{LEFT}" y="{axis + 16}" fill="#666666">time; in the boxes {inside}</text>')
+    inside = "micro-batches" if pipeline.virtual_stages == 1 else "stage:micro-batch"
+    parts.append(f'<text x="{LEFT}" y="{axis + 16}" fill="#666666">time; numbers are {inside}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
