@@ -8,7 +8,7 @@ from typing import Any
 from engine.cli.sample import sample_text
 from engine.cli.user_code import describe
 from engine.collectives.objects import ObjectGroup
-from engine.contracts import StepReport
+from engine.contracts import PipelineError, StepReport
 from engine.data.tokens import bigram_entropy
 from engine.device import peak_memory_bytes
 from engine.watch import Summary
@@ -46,6 +46,10 @@ def finish(model_engine: Any, corpus: Any, summary: Summary, output: Path) -> No
         try:
             sample = sample_text(model_engine, config.training.sample_length)
             said = f"a sample of {len(sample)} characters:\n{sample}"
+        except PipelineError:
+            said = (
+                "no sample: under a pipeline no rank has the whole model; resumed without one, a run ends with a sample"
+            )
         except Exception as error:
             # The run is over and saved; a model that cannot write (its weights are NaN, say) does not undo that.
             said = f"no sample: {describe(error)}"

@@ -26,7 +26,9 @@ def trunk_of(model: nn.Module) -> str:
     path, trunk = "", model
     while True:
         holding = [
-            (key, child) for key, child in children_of(trunk).items() if child and any(True for _ in child.parameters())
+            (key, child)
+            for key, child in children_of(trunk).items()
+            if child is not None and any(True for _ in child.parameters())
         ]
         if len(holding) != 1 or any(True for _ in trunk.parameters(recurse=False)):
             return path

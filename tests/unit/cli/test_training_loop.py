@@ -19,7 +19,7 @@ from engine.cli.sample import logits_of, readable
 from engine.cli.train import RunOptions, resume
 from engine.cli.training_loop import TrainingLoop, evaluation_batches, steps_of_epochs
 from engine.collectives.ledger import Ledger
-from engine.contracts import EngineError, RunFailed, StepReport
+from engine.contracts import EngineError, PipelineError, RunFailed, StepReport
 from engine.data.tokens import TokenBlocks
 from engine.launch import StopRequest
 from engine.watch import Summary, WatcherList
@@ -275,6 +275,10 @@ def test_the_train_loss_of_a_finished_run_is_read_from_its_metrics(tmp_path: Pat
     ("output", "words"),
     [
         (RuntimeError("weights are NaN"), "no sample: RuntimeError: weights are NaN"),
+        (
+            PipelineError("train_batch() runs a whole window"),
+            "no sample: under a pipeline no rank has the whole model;",
+        ),
         (torch.ones(3), "the model returned a tensor of shape (3,), which holds no logits"),
     ],
 )
