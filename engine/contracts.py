@@ -341,6 +341,8 @@ class Slices(Protocol):
     def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """``loss_fn(outputs, targets)`` for the outputs of this rank's slice and whole targets."""
 
+    def close(self) -> None: ...
+
 
 class WholeSequences:
     """The neutral element."""
@@ -350,6 +352,8 @@ class WholeSequences:
 
     def around(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return loss_fn
+
+    def close(self) -> None: ...
 
 
 class ForwardBackward(Protocol):

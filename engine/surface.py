@@ -327,6 +327,7 @@ class Surface:
             self.roles.layer_drop.close()
         if self.roles.token_drop is not None:
             self.roles.token_drop.close()
+        self.roles.slices.close()
         if not self.parameter_registry.absent():  # a model cut over pipeline stages stays cut
             release(self.module, self.parameter_registry)
         self.watchers.close()

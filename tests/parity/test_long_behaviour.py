@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -117,6 +119,29 @@ def drawn() -> float:
 
 def test_slices_draw_their_own_random_numbers(ranks):
     assert len(set(ranks(4).run(drawn))) == 4
+
+
+def left_behind() -> dict[str, Any]:
+    """Of a model whose engine is destroyed, and of one that is dropped with its engine."""
+    model = model_of("llama", attn_implementation="eager")
+    started, *_ = engine.initialize(model=model, config=config_of(stage=0, **SPLITS["sp2"]))
+    started(**toy_batch(0, 2))
+    started.destroy()
+    found = {
+        "forwards": [name for name, module in model.named_modules() if "forward" in vars(module)],
+        "attention": model.config._attn_implementation,
+    }
+    dropped = model_of("llama")
+    started, *_ = engine.initialize(model=dropped, config=config_of(stage=0, **SPLITS["sp2"]))
+    started(**toy_batch(0, 2))
+    left = weakref.ref(dropped)
+    del started, dropped, _
+    gc.collect()
+    return {**found, "is there": left() is not None}
+
+
+def test_nothing_is_left_behind(ranks):
+    assert ranks(2).run(left_behind) == [{"forwards": [], "attention": "eager", "is there": False}] * 2
 
 
 def curriculum(split: str) -> list[float]:

@@ -60,6 +60,7 @@ FOREIGN_PRIVATE_ALLOWED = {
     "_no_split_modules",
     "_init_weights",
     "_tp_plan",
+    "_attn_implementation",
     "_supports_flash_attn",
 }
 """Underscored, yet documented: parts of the standard library, and what transformers asks model authors to define."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class HuggingFace:
         self._interception = interception
         self._documents: Tensor | None = None
         self.shifts_labels = False
+        self._outermost: Any = None
         transformers = sys.modules.get("transformers")
         if transformers is None:
             return
@@ -53,11 +55,18 @@ class HuggingFace:
         self._attend_whole = transformers.AttentionInterface()["sdpa"]
         self._mask_whole = transformers.AttentionMaskInterface()["sdpa"]
         own_name = f"sequence_slices_{next(_numbers)}"
-        transformers.AttentionInterface.register(own_name, self._attend)
-        transformers.AttentionMaskInterface.register(own_name, self._mask)
+        transformers.AttentionInterface.register(own_name, _weakly(self._attend))
+        transformers.AttentionMaskInterface.register(own_name, _weakly(self._mask))
+        self._outermost, self._before = outermost, outermost.config._attn_implementation
         outermost.set_attn_implementation(own_name)
         loss = getattr(model, "loss_function", None)
         self.shifts_labels = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+    def close(self) -> None:
+        """The model attends as it did."""
+        if self._outermost is not None:
+            self._outermost.set_attn_implementation(self._before)
+            self._outermost = None
 
     @contextlib.contextmanager
     def forward(self, batch: Mapping[str, Any], dimensions: Dimensions) -> Iterator[None]:
@@ -112,6 +121,18 @@ class HuggingFace:
             visibility = Visibility(causal, window, documents=attention_mask)
         output = attention(query, key, value, visibility, dropout, scaling)
         return output.transpose(1, 2).contiguous(), None
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For a registry that lasts as long as the process, which must not keep the model."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "a model attends after its engine is gone"
+        return bound(*args, **kwargs)
+
+    return call
 
 
 def _documents(batch: Mapping[str, Any], dimensions: Dimensions) -> Tensor | None:

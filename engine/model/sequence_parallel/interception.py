@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.contracts import EngineError
-from engine.model.replacement import Replacement
+from engine.model.replacement import ReplacedForwards, Replacement
 from engine.model.sequence_parallel.attention import SWITCH_OFF, SlicedAttention, attend_whole
 from engine.torch_compat import at_end_of_backward, backward_under_way, tree_leaves
 
 
-class Interception:
+class Interception(ReplacedForwards[None]):
     """Diverts attention to ``attention`` and notes which blocks called it.
 
     ``is_sliced``: whether the model's forward that ran last, or runs, is on slices. A direct call of the module sees
@@ -38,9 +38,7 @@ class Interception:
         self._in_backward = contextlib.ExitStack()
         self._backward: int | None = None
         self._blocks = list(blocks)
-        ModelForward(self, model).put()
-        for block in blocks:
-            BlockForward(self, block).put()
+        self._put(ModelForward(self, model), *(BlockForward(self, block) for block in blocks))
 
     def note_call(self) -> None:
         """A call of attention that reached this class another way (engine/model/sequence_parallel/hugging_face.py)."""

@@ -110,6 +110,11 @@ class SequenceSlices:
 
         return loss_of_slices
 
+    def close(self) -> None:
+        """The model is its author's again."""
+        self.hugging_face.close()
+        self.interception.close()
+
     def dimensions(self, batch: Any, shape: tuple[int, int]) -> Dimensions:
         """What of a whole batch runs along the sequence."""
         return sequence_dimensions(named_tensors(batch), shape, self.keys, not self.has_loss_fn)
