@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -65,7 +66,21 @@ class Skip(Pictures):
         return F.cross_entropy(self.head(x), labels)
 
 
-MODELS: dict[str, type[nn.Module]] = {"plain": Pictures, "around": Around, "twice": Twice, "skip": Skip}
+class Watched(Pictures):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide.lock = threading.Lock()
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "plain": Pictures,
+    "around": Around,
+    "twice": Twice,
+    "skip": Skip,
+    "watched": Watched,
+}
 
 
 def seeded(name: str) -> nn.Module:
@@ -175,6 +190,7 @@ def test_the_plan_shows_them() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [
+        ("watched", TWO, "Linear cannot be copied (TypeError: cannot pickle '_thread.lock' object)"),
         ("twice", TWO, "its child wide is called 2 times in a forward"),
         ("plain", {"pipeline": {"stages": 2, "partition": [1, 1, 2]}}, "3 counts and there are 2 stages"),
     ],

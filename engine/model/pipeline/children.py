@@ -73,13 +73,22 @@ def _calls(model: nn.Module, children: Mapping[str, nn.Module], run: Run) -> lis
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy in fp32 and evaluation mode that takes no memory, to be called with tensors on the meta device."""
+    """A copy in fp32 and evaluation mode that takes no memory, to be called with tensors on the meta device.
+
+    Raises EngineError for a module that cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta", dtype=_as_fp32(tensor))
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(module, memo).eval()
+    try:
+        return copy.deepcopy(module, memo).eval()
+    except Exception as error:
+        raise EngineError(
+            f"pipeline.stages: {type(module).__name__} cannot be copied ({type(error).__name__}: "
+            f"{_first_line(error)}), and copies tell other stages its shapes; give the model as engine.PipelineModule"
+        ) from error
 
 
 def absent_output(layer: nn.Module, name: str, args: Any, kwargs: Any, received: Any) -> Any:
@@ -95,7 +104,7 @@ def absent_output(layer: nn.Module, name: str, args: Any, kwargs: Any, received:
     except Exception as error:
         raise EngineError(
             f"pipeline.stages: the shape of what {name} returns is not known on the stages behind it, for it cannot "
-            f"run without values ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give the model as "
+            f"run without values ({type(error).__name__}: {_first_line(error)}); give the model as "
             "engine.PipelineModule"
         ) from error
     floats = [leaf for leaf in tree_leaves(received) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -110,6 +119,10 @@ def absent_output(layer: nn.Module, name: str, args: Any, kwargs: Any, received:
         return value.to(device).expand(tensor.shape)
 
     return tree_map_tensors(filled, output)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _as_fp32(tensor: Tensor) -> torch.dtype:
