@@ -126,7 +126,7 @@ def test_the_convergence_page_and_picture(tmp_path) -> None:
     assert (tmp_path / "one_bit.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_one_bit_adam_learns_what_adamw_learns(tmp_path) -> None:
     """200 steps of a smaller model. Without error feedback it does not, so the comparison can fail."""
