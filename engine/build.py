@@ -56,7 +56,7 @@ def build(
     # who is where, and who is who
     check_free(model)
     mesh, ledger = Mesh(plan.degrees, device, shards=plan.zero.stage > 0), Ledger()
-    blocks = find_blocks(model, plan.config.model.blocks if plan.config.model else None)
+    blocks = find_blocks(model, plan.block_path)
     client = client_optimizer(optimizer, model, model_parameters)
     registry = ParameterRegistry(model, client.param_groups if client is not None else model_parameters, blocks)
 

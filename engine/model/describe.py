@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config.messages import EngineError
+from engine.config.messages import EngineError, in_one_line
 from engine.model.blocks import find_blocks
 from engine.model.facts import read_facts, with_cuts
 from engine.model.imagined_splits import cut_dimensions, imagined_splits
@@ -52,11 +52,10 @@ def describe_model(
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"the model cannot be built without memory: {_first_line(error)}") from error
-        blocks, layers = _blocks(model, plan), None
+            raise EngineError(f"the model cannot be built without memory: {in_one_line(error)}") from error
+        blocks, layers = find_blocks(model, plan.block_path), None
         if plan.pipeline is not None:
-            path = plan.config.model.blocks if plan.config.model else None
-            layers = find_layers(model, blocks, path, loss_of)
+            layers = find_layers(model, blocks, plan.block_path, loss_of)
             blocks = layers.modules
         facts = read_facts(model, blocks) if layers is None else layered_facts(model, layers)
         _cast(model, plan)
@@ -82,12 +81,8 @@ def describe_model(
         except EngineError:
             raise
         except Exception as error:
-            return replace(facts, why_not_measured=f"the model cannot run without values ({_first_line(error)})")
+            return replace(facts, why_not_measured=f"the model cannot run without values ({in_one_line(error)})")
     return replace(facts, forward=forward, uncuttable=tuple(wrong))
-
-
-def _blocks(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    return find_blocks(model, plan.config.model.blocks if plan.config.model else None)
 
 
 def _cast(model: nn.Module, plan: Plan) -> None:
@@ -106,7 +101,7 @@ def _splits(
     settings = plan.config.tensor_parallel
     own = own_tensor_plan(model, settings)
     given = Written(own.splits, "model") if own else given_plan(model, settings, plan.config.locate)
-    blocks = _blocks(model, plan)
+    blocks = find_blocks(model, plan.block_path)
     sizes = split_sizes(model, blocks)
     if own or not heads_must_divide(model, given):
         sizes = SplitSizes(vocabulary_size=sizes.vocabulary_size)
@@ -116,8 +111,3 @@ def _splits(
     if not splits and not (has_layers and given is None and (loss_of is None or not blocks)):
         raise EngineError(nothing_to_cut(model, ()))
     return splits, sizes
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

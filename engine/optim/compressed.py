@@ -190,9 +190,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     # --- connecting ------------------------------------------------------------------------------------------
 
-    def connect(self, reduction: LocalReduction, group: ShardGroup, stages: Stages | None = None) -> None:
+    def connect(self, reduction: LocalReduction, group: ShardGroup, stages: Stages) -> None:
         """Step on the buckets of ``reduction``, whose ranks are ``group``. Raises EngineError for a model in fp64."""
-        self._group, self._publish, self._stages = group, reduction.publish, stages or Stages(group.rank == 0)
+        self._group, self._publish, self._stages = group, reduction.publish, stages
         for bucket in reduction.buckets:
             if bucket.master.dtype != torch.float32:
                 raise EngineError(

@@ -287,6 +287,11 @@ class Plan:
         """How many ranks hold the same of what ZeRO cuts."""
         return self.degrees.dp_replicate * (1 if self.zero.stage else self.degrees.slices)
 
+    @property
+    def block_path(self) -> str | None:
+        """The container of the model's repeated blocks, where the config names it."""
+        return self.config.model.blocks if self.config.model else None
+
     def render(self, columns: int = 120) -> str:
         """The plan as text for people, in lines of at most so many columns where words allow."""
         from engine.plan.render import render_plan

@@ -17,8 +17,11 @@ from engine.model.describe import describe_model
 from engine.model.pipeline.layers import find_layers
 from engine.plan import World, plan
 from engine.plan.stages import stages_of
+from tests.parity.pipeline_models import BATCH, config_of
+from tests.parity.small import seeded
+from tests.parity.toy import part
 
-BATCH, CLASSES, STEPS = 8, 5, 3
+CLASSES, STEPS = 5, 3
 
 
 class Pictures(nn.Module):
@@ -83,12 +86,6 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 
-def seeded(name: str) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return MODELS[name]()
-
-
 def samples() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     pictures = torch.randn(STEPS * BATCH, 3, 8, 8, generator=generator)
@@ -96,26 +93,15 @@ def samples() -> list[dict[str, Tensor]]:
     return [{"pictures": one, "labels": label} for one, label in zip(pictures, labels, strict=True)]
 
 
-def config_of(accumulation: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": BATCH,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}},
-        **more,
-    }
-
-
 def evaluation_batches(accumulation: int, mesh: Any) -> list[dict[str, Tensor]]:
     whole = default_collate(samples()[:BATCH])
-    parts = {key: value.chunk(accumulation * mesh.dp_size) for key, value in whole.items()}
     places = [micro * mesh.dp_size + mesh.dp_rank for micro in range(accumulation)]
-    return [{key: value[place] for key, value in parts.items()} for place in places]
+    return [part(whole, place, accumulation * mesh.dp_size) for place in places]
 
 
 def train(name: str, accumulation: int = 2, **more: Any) -> dict[str, Any]:
     config = config_of(accumulation, **more)
-    model_engine, _, loader, _ = engine.initialize(model=seeded(name), config=config, training_data=samples())
+    model_engine, _, loader, _ = engine.initialize(model=seeded(MODELS[name]), config=config, training_data=samples())
     assert loader is not None
     batches = iter(loader)
     losses = [model_engine.train_batch(batches).item() for _ in range(STEPS)]
@@ -170,9 +156,11 @@ def test_a_model_in_stages_is_the_model(ranks: Any, case: str) -> None:
 
 
 def test_layers_stand_in_the_order_of_their_calls() -> None:
-    layers = find_layers(seeded("plain"), [], None, lambda model: model(torch.zeros(2, 3, 8, 8), torch.zeros(2).long()))
+    layers = find_layers(
+        seeded(Pictures), [], None, lambda model: model(torch.zeros(2, 3, 8, 8), torch.zeros(2).long())
+    )
     assert layers.keys == ("first", "second", "wide", "head")
-    assert find_layers(seeded("around"), [], None).path == "inner"
+    assert find_layers(seeded(Around), [], None).path == "inner"
 
 
 def test_the_plan_shows_them() -> None:
@@ -181,7 +169,7 @@ def test_the_plan_shows_them() -> None:
     def loss_of(model: nn.Module) -> Tensor:
         return model(torch.zeros(4, 3, 8, 8), torch.zeros(4).long())
 
-    facts = describe_model(lambda: seeded("plain"), made, loss_of)
+    facts = describe_model(lambda: seeded(Pictures), made, loss_of)
     assert facts.blocks == ("first", "second", "wide", "head")
     assert facts.forward is not None
     assert stages_of(made, facts).bounds == (0, 2, 4)

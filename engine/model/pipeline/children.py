@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.contracts import EngineError
+from engine.config.messages import EngineError, in_one_line
 from engine.torch_compat import children_of, tree_leaves, tree_map_tensors
 
 Run = Callable[[nn.Module], Any]
@@ -86,8 +86,8 @@ def meta_copy(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, memo).eval()
     except Exception as error:
         raise EngineError(
-            f"pipeline.stages: {type(module).__name__} cannot be copied ({type(error).__name__}: "
-            f"{_first_line(error)}), and copies tell other stages its shapes; give the model as engine.PipelineModule"
+            f"pipeline.stages: {type(module).__name__} cannot be copied ({in_one_line(error)}), and copies tell other "
+            "stages its shapes; give the model as engine.PipelineModule"
         ) from error
 
 
@@ -104,25 +104,20 @@ def absent_output(layer: nn.Module, name: str, args: Any, kwargs: Any, received:
     except Exception as error:
         raise EngineError(
             f"pipeline.stages: the shape of what {name} returns is not known on the stages behind it, for it cannot "
-            f"run without values ({type(error).__name__}: {_first_line(error)}); give the model as "
+            f"run without values ({in_one_line(error)}); give the model as "
             "engine.PipelineModule"
         ) from error
     floats = [leaf for leaf in tree_leaves(received) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     dtype, device = (floats[0].dtype, floats[0].device) if floats else (torch.float32, torch.device("cpu"))
 
-    def filled(tensor: Tensor) -> Tensor:
-        value = (
-            torch.full((), float("nan"), dtype=dtype)
-            if tensor.is_floating_point()
-            else torch.zeros((), dtype=tensor.dtype)
-        )
-        return value.to(device).expand(tensor.shape)
-
-    return tree_map_tensors(filled, output)
+    return tree_map_tensors(
+        lambda tensor: unusable(tensor.shape, dtype if tensor.is_floating_point() else tensor.dtype, device), output
+    )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+def unusable(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN (of integers 0) that takes no memory."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(*shape)
 
 
 def _as_fp32(tensor: Tensor) -> torch.dtype:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engine.contracts import EngineError, PipelineError
 from engine.data.batch import call_with_batch
 from engine.mesh import Mesh
-from engine.model.pipeline.children import absent_output, meta_copy
+from engine.model.pipeline.children import absent_output, meta_copy, unusable
 from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
 from engine.model.pipeline.profile import times_of_layers
 from engine.model.zero.layout import compute_dtype
@@ -237,7 +237,7 @@ def apply(
     pipeline = plan.pipeline
     assert pipeline is not None
     run = functools.partial(_run_without_memory, sample=sample, has_loss_fn=loss_fn is not None)
-    layers = find_layers(model, blocks, plan.config.model.blocks if plan.config.model else None, run)
+    layers = find_layers(model, blocks, plan.block_path, run)
     if layers.differ and plan.degrees.tp > 1:
         raise EngineError(
             f"tensor_parallel does not go with pipeline.stages {plan.degrees.pp} for {type(model).__name__}, which has "
@@ -297,8 +297,7 @@ def _drop(model: nn.Module, registry: ParameterRegistry, plan: Plan, device: tor
             if info.cut is not None:  # what is not here needs no tp peers either: the class's own forward
                 module.__dict__.pop("forward", None)
             dtype = compute_dtype(info.dtype, plan.precision)
-            nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-            module.__dict__[key] = nothing.expand(info.global_shape)
+            module.__dict__[key] = unusable(info.global_shape, dtype, device)
     registry.free(absent)
 
 
@@ -321,9 +320,7 @@ def _refuse_statistics(model: nn.Module, layers: Layers) -> None:
 
 
 def _unusable(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return unusable(tensor.shape, tensor.dtype, tensor.device) if tensor.is_floating_point() else tensor
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:

@@ -48,7 +48,9 @@ def _told(model: nn.Module, method: str) -> nn.Module | None:
     ask: Callable[[], nn.Module | None] | None = getattr(model, method, None)
     try:
         return ask() if callable(ask) else None
-    except (NotImplementedError, AttributeError):  # what transformers raises where a model has no embedding or head
+    except (NotImplementedError, AttributeError):
+        # transformers' own answer of a model that has no such layer (PreTrainedModel.get_input_embeddings): the search
+        # goes on by sizes, as it does for a model that was never asked
         return None
 
 
