@@ -117,7 +117,7 @@ def absent_output(layer: nn.Module, name: str, args: Any, kwargs: Any, received:
 
 def unusable(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """NaN (of integers 0) that takes no memory."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(*shape)
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 
 def _as_fp32(tensor: Tensor) -> torch.dtype:
