@@ -32,7 +32,7 @@ from engine.optim.optimizer import EngineOptimizer
 from engine.optim.schedule_factory import schedule_on
 from engine.optim.schedule_role import EngineSchedule
 from engine.optim.schedule_state import ScheduleState
-from engine.parameters import ParameterRegistry, check_free, claim, persistent_buffers
+from engine.parameters import ParameterRegistry, check_free, claim
 from engine.plan import Plan
 from engine.surface import Roles
 from engine.watch import build_watchers
@@ -105,7 +105,7 @@ def build(
     state = StateTree(
         trained=reduction.shards,
         frozen=data_parallel.frozen,
-        buffers=partial(persistent_buffers, model),
+        model=model,
         optimizer=stepper,
         registry=registry,
         writes_shards=data_parallel.writes_shards,

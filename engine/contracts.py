@@ -127,6 +127,11 @@ class Chunk:
     sizes: tuple[int, ...]
     tensor: torch.Tensor
 
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
+        shape = tuple(tensor.shape)
+        return cls(name, shape, (0,) * len(shape), shape, tensor.detach())
+
 
 @dataclass(frozen=True)
 class SavedLayout:

@@ -144,7 +144,7 @@ class ParameterRegistry:
         self.stages_of: dict[int, tuple[int, ...]] = {info.index: (0,) for info in self.infos}
         """Registry index -> the pipeline ranks that hold the parameter; `stage` is this one's."""
         self.buffer_stages: dict[str, int] = {}
-        """Persistent buffer -> the pipeline rank that saves it; {} without a pipeline."""
+        """Persistent buffer or key of an extra state -> the pipeline rank that saves it; {} without a pipeline."""
         self.buffer_facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def spread(self, stages_of: Mapping[int, Iterable[int]], stage: int) -> None:
@@ -245,6 +245,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of ``model.state_dict()``, one that several modules share under each of its names."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+
+
+EXTRA_STATE = "_extra_state"
+"""What torch ends the key of a module's `get_extra_state` in a state dict with."""
+
+
+def extra_state_keys(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that keep a state of another kind (`torch.nn.Module.get_extra_state`), by its state-dict key."""
+    return {
+        f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _read_groups(

@@ -15,6 +15,7 @@ import torch
 
 from engine.checkpoint.dtypes import DTYPE_OF_CODE, conversion
 from engine.checkpoint.errors import CheckpointError
+from engine.checkpoint.extra_state import SECTION, read_values
 from engine.checkpoint.loading import verify_files
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.model_facts import frozen_names
@@ -75,7 +76,8 @@ def get_fp32_state_dict(
             if stored not in made:
                 made[stored] = reader.read(stored, dtype)
             state[name] = made[stored]
-    return state
+        kept = {name: reader.read(name, None) for name in manifest.tensors if name.startswith(f"{SECTION}.")}
+    return state | read_values(kept)
 
 
 def _weight(reader: CheckpointReader, name: str, stored: str, dtype: torch.dtype) -> Weight:

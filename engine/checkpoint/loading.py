@@ -101,17 +101,13 @@ def load_client_state(manifest: Manifest) -> dict[str, Any]:
     """The client state as it was passed to the save; its tensors on the CPU. Each rank may call it alone."""
 
     def tensor(name: str) -> torch.Tensor:
-        saved = manifest.tensors.get(name)
-        if saved is None or not name.startswith(f"{CLIENT_STATE}."):
+        if name not in manifest.tensors or not name.startswith(f"{CLIENT_STATE}."):
             raise CheckpointError(
                 f"{manifest.path}: client_state names the tensor {name!r}, which is not in the checkpoint."
             )
-        try:
-            filled = torch.empty(saved.shape, dtype=DTYPE_OF_CODE[saved.dtype])
-        except RuntimeError as error:  # sparse files claim any size
-            raise CheckpointError(f"{manifest.path}: {name} of shape {list(saved.shape)}: {error}") from None
+        filled = tensor_like_saved(manifest, name)
         reads: defaultdict[str, list[_Read]] = defaultdict(list)
-        _plan(manifest, [Chunk(name, saved.shape, (0,) * len(saved.shape), saved.shape, filled)], reads)
+        _plan(manifest, [Chunk.whole(name, filled)], reads)
         _check_headers(manifest, reads)
         _read(manifest, reads)
         return filled
@@ -122,6 +118,15 @@ def load_client_state(manifest: Manifest) -> dict[str, Any]:
             f"{manifest.path}: client_state is a {type(state).__name__} in the manifest, not an object."
         )
     return state
+
+
+def tensor_like_saved(manifest: Manifest, name: str) -> torch.Tensor:
+    """Memory on the CPU for the saved tensor ``name``. Raises `CheckpointError` where there is not enough."""
+    saved = manifest.tensors[name]
+    try:
+        return torch.empty(saved.shape, dtype=DTYPE_OF_CODE[saved.dtype])
+    except RuntimeError as error:  # sparse files claim any size
+        raise CheckpointError(f"{manifest.path}: {name} of shape {list(saved.shape)}: {error}") from None
 
 
 def verify_files(manifest: Manifest) -> None:

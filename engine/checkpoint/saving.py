@@ -215,9 +215,8 @@ def _propose(
     client_tensors: list[Chunk],
 ) -> _Proposal:
     def keep_tensor(tensor: torch.Tensor) -> str:
-        shape = tuple(tensor.shape)
         name = f"{CLIENT_STATE}.{len(client_tensors)}"
-        client_tensors.append(Chunk(name, shape, (0,) * len(shape), shape, tensor.detach()))
+        client_tensors.append(Chunk.whole(name, tensor))
         return name
 
     encoded: dict[str, tuple[str, str]] = {}

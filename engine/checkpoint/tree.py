@@ -1,8 +1,8 @@
 """One tree: everything a run needs to go on, gathered for `save` and handed back by `load`.
 
 Tensors travel as boxes of global tensors: ``parameters.NAME`` (masters, fp32 where the model is 16-bit),
-``buffers.NAME`` and ``optimizer.NAME.KEY``. Everything else is JSON, from `Stateful` parts. Names do not depend on
-the layout, so any checkpoint loads under any other.
+``buffers.NAME``, ``extra_state.KEY`` and ``optimizer.NAME.KEY``. Everything else is JSON, from `Stateful` parts. Names
+do not depend on the layout, so any checkpoint loads under any other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.checkpoint.background import BackgroundWriter
 from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.exchange import Alone, TorchExchange
+from engine.checkpoint.extra_state import ExtraState
 from engine.checkpoint.loading import load_client_state, load_tensors
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.manifest_reader import read_manifest
@@ -31,7 +32,7 @@ from engine.collectives.ledger import Ledger
 from engine.config.sections.checkpoint import CheckpointSection
 from engine.contracts import Chunk, EngineError, SavedLayout, Stateful
 from engine.mesh import Mesh
-from engine.parameters import ParameterRegistry
+from engine.parameters import ParameterRegistry, persistent_buffers
 from engine.torch_compat import default_store
 
 log = logging.getLogger("engine")
@@ -71,7 +72,7 @@ class StateTree:
 
     ``trained``/``frozen``: this rank's shards. ``writes_shards``: whether this rank is the one of its replicas that
     saves them; what is on every data-parallel rank comes from the first of them, as what tp ranks or pipeline stages
-    hold alike does. ``buffers`` gives the persistent ones as they are now, for a module may replace its own. ``config``
+    hold alike does. Buffers are ``model``'s at the time, for a module may replace its own. ``config``
     is the resolved config as JSON. The optimizer's tensors that belong to a rank are saved as rows of ``rank.NAME``;
     they are loaded where the ranks are the same, else they begin at zero. All ranks construct it.
     """
@@ -81,7 +82,7 @@ class StateTree:
         *,
         trained: Sequence[Shard],
         frozen: Sequence[Shard],
-        buffers: Callable[[], Mapping[str, Tensor]],
+        model: nn.Module,
         optimizer: OptimizerState | None,
         registry: ParameterRegistry,
         writes_shards: bool,
@@ -91,7 +92,8 @@ class StateTree:
         settings: CheckpointSection,
         ledger: Ledger,
     ) -> None:
-        self._trained, self._frozen, self._buffers, self._optimizer = trained, frozen, buffers, optimizer
+        self._trained, self._frozen, self._model, self._optimizer = trained, frozen, model, optimizer
+        self._extra_state = ExtraState(model)
         self._own_trained, self._own_frozen = (
             [s for s in these if not s.info.is_copy and registry.is_written(s.info)] for these in (trained, frozen)
         )
@@ -146,6 +148,7 @@ class StateTree:
         if self._is_first_data_rank and self._tp_rank == 0:
             stages, here = self._registry.buffer_stages, self._registry.stage
             chunks += [c for c in self._buffer_chunks() if stages.get(c.name.removeprefix("buffers."), 0) == here]
+            chunks += self._extra_state.chunks(key for key in self._extra_state if stages.get(key, 0) == here)
         if self._rank == 0:
             chunks += self._empty_chunks(frozen=not exclude_frozen)
         states: dict[str, dict[str, Any]] = {
@@ -188,7 +191,7 @@ class StateTree:
             yield from shard.chunks(f"parameters.{shard.info.name}", shard.parameter.detach())
 
     def _buffer_chunks(self) -> list[Chunk]:
-        return [_whole(f"buffers.{name}", buffer) for name, buffer in self._buffers().items()]
+        return [Chunk.whole(f"buffers.{name}", buffer) for name, buffer in persistent_buffers(self._model).items()]
 
     def _rank_chunks(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
         """A row for each rank of a pipeline stage; stages have parameters, and so names, of their own."""
@@ -199,7 +202,7 @@ class StateTree:
 
     def _empty_chunks(self, frozen: bool = True) -> list[Chunk]:
         wanted = [info for info in self._empty if info.trainable or frozen]
-        return [_whole(f"parameters.{info.name}", torch.empty(info.shape, dtype=info.dtype)) for info in wanted]
+        return [Chunk.whole(f"parameters.{info.name}", torch.empty(info.shape, dtype=info.dtype)) for info in wanted]
 
     def _optimizer_chunks(self) -> Iterator[Chunk]:
         """State shaped like the shard is cut like it; anything else (step counts) comes from the first shard's rank."""
@@ -210,7 +213,7 @@ class StateTree:
                 if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
                     yield from shard.chunks(name, value)
                 elif value is not None and shard.start == 0 and shard.info.stands_for_all:
-                    yield _whole(name, _as_tensor(value))
+                    yield Chunk.whole(name, _as_tensor(value))
 
     # --- loading -----------------------------------------------------------------------------------------------
 
@@ -249,6 +252,8 @@ class StateTree:
             self._check_optimizer(manifest, groups)
         chunks = [*self._parameter_chunks((*self._trained, *self._frozen)), *self._buffer_chunks()]
         chunks += self._empty_chunks()
+        extra = self._extra_state.wanted(manifest)
+        chunks += extra
         whole: dict[str, dict[str, Tensor]] = {}
         if optimizer and self._optimizer is not None:
             chunks += self._wanted_optimizer_chunks(manifest, whole)
@@ -264,6 +269,8 @@ class StateTree:
         self.restored = {name for name, state in states.items() if state is not None}
 
         def restore() -> dict[str, Any]:
+            with _refusing(manifest, "extra_state"):
+                self._extra_state.load(manifest, extra)
             if optimizer and self._optimizer is not None:
                 self._optimizer.load_named_state(_complete(self._optimizer.named_state(), whole))
                 if groups is not None:
@@ -315,7 +322,7 @@ class StateTree:
                 elif value is not None:
                     target = torch.empty_like(_as_tensor(value), device="cpu")
                     whole.setdefault(shard.info.name, {})[key] = target
-                    chunks.append(_whole(name, target))
+                    chunks.append(Chunk.whole(name, target))
         return chunks
 
     def _wanted_rank_chunks(self, manifest: Manifest) -> list[Chunk]:
@@ -377,11 +384,6 @@ def _refusing(manifest: Manifest, name: str) -> Iterator[None]:
             f"{manifest.path}: the state of {name!r} cannot be taken over ({type(error).__name__}: {error}); it is "
             "damaged, or another version wrote it"
         ) from None
-
-
-def _whole(name: str, tensor: Tensor) -> Chunk:
-    shape = tuple(tensor.shape)
-    return Chunk(name, shape, (0,) * len(shape), shape, tensor.detach())
 
 
 def _as_tensor(value: Any) -> Tensor:

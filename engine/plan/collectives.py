@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
 
 from engine.plan.crossings import Call, cross_axes
 from engine.plan.cuts import AGREEMENT_NUMBERS, row_range
@@ -31,21 +33,26 @@ class Collective:
     sent_bytes: int
 
 
-def count_collectives(plan: Plan, facts: ModelFacts, pipeline_rank: int = 0) -> tuple[Collective, ...]:
-    """Of the first rank of those that hold a pipeline rank's part of the model. Needs ``facts.parameters``."""
+def count_collectives(
+    plan: Plan, facts: ModelFacts, pipeline_rank: int = 0, in_one_bit: bool = False
+) -> tuple[Collective, ...]:
+    """Of the first rank of those that hold a pipeline rank's part of the model. Needs ``facts.parameters``.
+
+    ``in_one_bit``: of a step in which a 1-bit optimizer sends signs; otherwise of one that sends gradients in full.
+    """
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     cut = layout(plan, facts, pipeline_rank)
     along = (*cross_axes(plan, facts, pipeline_rank), *_of_shared(plan, facts, cut))
-    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut), *along):
+    for axis, operation, purpose, calls, sent_bytes in (*_all(plan, facts, cut, in_one_bit), *along):
         if calls:
             before = found.get((axis, operation, purpose), (0, 0))
             found[axis, operation, purpose] = (before[0] + calls, before[1] + calls * sent_bytes)
     return tuple(Collective(*key, *counted) for key, counted in found.items())
 
 
-def _all(plan: Plan, facts: ModelFacts, cut: Layout) -> Iterator[Call]:
+def _all(plan: Plan, facts: ModelFacts, cut: Layout, in_one_bit: bool) -> Iterator[Call]:
     for bucket in cut.buckets:
-        yield from _of_bucket(plan, bucket, is_scalars=bool(cut.units))
+        yield from _in_one_bit(plan, bucket) if in_one_bit else _of_bucket(plan, bucket, is_scalars=bool(cut.units))
     for unit in cut.units:
         yield from _of_unit(plan, unit)
     yield from _of_the_optimizer(plan, facts)
@@ -81,6 +88,22 @@ def _of_bucket(plan: Plan, bucket: FlatBucket, is_scalars: bool) -> Iterator[Cal
             yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(own * reduced, replicas)
     elif replicas > 1:
         yield "dp_replicate", "all_reduce", "gradients", times, all_reduce_bytes(bucket.numel * reduced, replicas)
+
+
+def _in_one_bit(plan: Plan, bucket: FlatBucket) -> Iterator[Call]:
+    """Signs and scales to the server of every chunk and from each to all, as the docstring of
+    engine/collectives/compressed_all_reduce.py says; of that of the first chunk."""
+    assert plan.optimizer is not None
+    ranks, params = plan.num_replicas, plan.optimizer.params
+    if ranks == 1:
+        return
+    quantum = ranks * (lcm(ranks, 8) if params.get("compat") == "deepspeed" else 8)
+    chunk = -(-bucket.numel // quantum) * quantum // ranks
+    sizes = [m.numel for m in bucket.members] if params["compression_unit"] == "tensor" else [bucket.numel]
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    first_server = sum(start < chunk for start in starts)
+    yield "dp_replicate", "all_to_all", "signs to be averaged", 1, (ranks - 1) * (chunk // 8 + 4 * len(sizes))
+    yield "dp_replicate", "all_gather", "signs of the mean", 1, (ranks - 1) * (chunk // 8 + 4 * first_server)
 
 
 def _of_unit(plan: Plan, unit: Unit) -> Iterator[Call]:

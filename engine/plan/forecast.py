@@ -8,6 +8,7 @@ from typing import Any
 from engine.plan.activations import ActivationBytes, checkpoints, count_activations
 from engine.plan.collectives import Collective, count_collectives
 from engine.plan.facts import ModelFacts
+from engine.plan.one_bit import ONE_BIT
 from engine.plan.pipeline_forecast import PipelineForecast, forecast_pipeline
 from engine.plan.plan import Plan
 from engine.plan.states import StateBytes, count_states
@@ -40,12 +41,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class RankForecast:
-    """Of the ranks that hold one pipeline rank's part of the model; without a pipeline there is one such part."""
+    """Of the ranks that hold one pipeline rank's part of the model; without a pipeline there is one such part.
+
+    ``in_one_bit``: the collectives of a step in which a 1-bit optimizer sends signs; () for others.
+    """
 
     rank: int
     states: StateBytes
     activations: ActivationBytes | None
     collectives: tuple[Collective, ...]
+    in_one_bit: tuple[Collective, ...] = ()
 
     @property
     def low_bytes(self) -> int | None:
@@ -75,6 +80,7 @@ class RankForecast:
                 "high": self.high_bytes,
             },
             "collectives": [asdict(collective) for collective in self.collectives],
+            **({"collectives_in_one_bit": [asdict(each) for each in self.in_one_bit]} if self.in_one_bit else {}),
         }
 
 
@@ -142,9 +148,14 @@ def forecast(plan: Plan, facts: ModelFacts) -> Forecast:
 
     Raises EngineError where the model cannot be cut into the stages that the plan asks for.
     """
+    compresses = plan.optimizer is not None and plan.optimizer.type in ONE_BIT and plan.num_replicas > 1
     ranks = tuple(
         RankForecast(
-            r, count_states(plan, facts, r), count_activations(plan, facts, r), count_collectives(plan, facts, r)
+            r,
+            count_states(plan, facts, r),
+            count_activations(plan, facts, r),
+            count_collectives(plan, facts, r),
+            count_collectives(plan, facts, r, in_one_bit=True) if compresses else (),
         )
         for r in range(plan.degrees.pp)
     )

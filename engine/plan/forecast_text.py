@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from engine.plan.capacity import Fit, Option, items_of
+from engine.plan.collectives import Collective
 from engine.plan.estimates import format_bytes
 from engine.plan.findings import plural
 from engine.plan.forecast import Forecast
@@ -74,11 +75,23 @@ def _collectives(made: Forecast, columns: int) -> Iterator[str]:
     if not made.collectives:
         yield "Collectives of a step: none, the rank is alone"
         return
-    total = sum(collective.sent_bytes for collective in made.collectives)
-    yield f"Collectives of a step, as one rank calls them: {format_bytes(total)} sent"
+    in_one_bit = made.fullest.in_one_bit
+    what = "a step that sends gradients in full" if in_one_bit else "a step"
+    yield f"Collectives of {what}, as one rank calls them: {_sent(made.collectives)} sent"
+    yield from _table(made.collectives)
+    if in_one_bit:
+        yield f"Collectives of a step in 1 bit: {_sent(in_one_bit)} sent"
+        yield from _table(in_one_bit)
+
+
+def _sent(collectives: Sequence[Collective]) -> str:
+    return format_bytes(sum(collective.sent_bytes for collective in collectives))
+
+
+def _table(collectives: Sequence[Collective]) -> Iterator[str]:
     rows = [
         (c.axis, NAMES.get(c.operation, c.operation), f"{c.calls:,}", format_bytes(c.sent_bytes), c.purpose)
-        for c in made.collectives
+        for c in collectives
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for axis, operation, calls, sent, purpose in rows:

@@ -87,13 +87,36 @@ class Numbered(Dataset[dict[str, Tensor]]):
         return {key: value[index] for key, value in self.data.items()}
 
 
+class Recording(nn.LayerNorm):
+    """Counts its calls in attributes, which no checkpoint sees, and tells them as torch's extra state."""
+
+    count = 0
+    history = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.history = torch.tensor([self.count, -self.count], dtype=torch.float32)
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "history": self.history, "of": ("layer", 1)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["of"] == ("layer", 1)
+        self.count, self.history = state["count"], state["history"]
+
+
 class Stumbling(nn.Module):
-    """Tied and frozen parameters, a 0-dim and an empty one, one row (fewer than ranks), buffers of two kinds."""
+    """Tied and frozen parameters, a 0-dim and an empty one, one row (fewer than ranks), buffers of two kinds, and what
+    is neither: of a layer, and of the model's end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = gpt(num_blocks=3)
         self.inner.position_embedding.weight.requires_grad_(False)
+        self.inner.blocks[1].mlp_norm = Recording(self.inner.norm.normalized_shape)
+        self.inner.norm = Recording(self.inner.norm.normalized_shape)
         self.temperature = nn.Parameter(torch.tensor(1.0))
         self.shift = nn.Parameter(torch.zeros(1, 1))
         self.nothing = nn.Parameter(torch.zeros(0, 5))
@@ -131,6 +154,11 @@ def state_of(model_engine: engine.Engine) -> dict[str, Any]:
         "moments": moments_of(model_engine),
         "counts": {name: float(entry["step"]) for name, entry in state.items()},
         "buffers": {name: buffer.clone() for name, buffer in model_engine.module.named_buffers() if name != "scratch"},
+        "extra": {
+            name: module.get_extra_state()
+            for name, module in model_engine.module.named_modules()
+            if isinstance(module, Recording)
+        },
         "lr": model_engine.get_lr(),
         "counters": (model_engine.global_steps, model_engine.global_samples, model_engine.global_tokens),
     }
@@ -205,7 +233,13 @@ def test_layout_to_layout(ranks, saved_under, saved, loaded):
         assert rank["buffers"].keys() == before[0]["buffers"].keys()
         for name, buffer in before[-1]["buffers"].items():  # the last stage's forward runs through
             assert torch.equal(rank["buffers"][name], buffer), name
+        for name, extra in rank["extra"].items():
+            count = max(each["extra"][name]["count"] for each in before if name in each["extra"])
+            assert count > 0
+            assert extra["count"] == count
+            assert extra["history"].tolist() == [count, -count]
         assert (rank["lr"], rank["counters"]) == (before[0]["lr"], before[0]["counters"])
         assert rank["losses"] == pytest.approx(before[0]["losses"], rel=0, abs=1e-6)
+    assert set().union(*(rank["extra"] for rank in after)) == {"inner.blocks.1.mlp_norm", "inner.norm"}
     assert samples_of(after) == samples_of(before)
     assert [len(step) for step in samples_of(after)] == [GLOBAL_BATCH] * MORE_STEPS

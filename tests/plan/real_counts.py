@@ -15,6 +15,7 @@ from engine.model.describe import describe_model
 from engine.plan import World, plan
 from engine.plan.activations import count_activations
 from engine.plan.collectives import count_collectives
+from engine.plan.forecast import forecast
 from engine.plan.states import states_by_rank
 from tests.parity.toy import part, toy_batch, toy_model
 
@@ -55,7 +56,7 @@ def planned(world: int, config: dict[str, Any], kind: str = "toy") -> list[Count
     made = plan(load_config(config), World(world, world))
     facts = describe_model(Odd if kind == "odd" else toy_model, made, None if kind == "odd" else _toy_loss, LENGTH)
     calls: dict[tuple[str, str], tuple[int, int]] = {}
-    for call in count_collectives(made, facts):
+    for call in forecast(made, facts).ranks[0].in_one_bit or count_collectives(made, facts):
         before, sent = calls.get((call.axis, call.operation), (0, 0))
         calls[call.axis, call.operation] = (before + call.calls, sent + call.sent_bytes)
     kept = count_activations(made, facts)
@@ -209,3 +210,19 @@ ROWS |= {
     for stage in stages
 }
 """Name -> ranks and config."""
+ONE_BIT: dict[str, tuple[int, dict[str, Any]]] = {
+    f"{name}, dp {dp}{' x tp 2' if more else ''}, {params or 'buckets'}": (
+        dp * (2 if more else 1),
+        settings(0, 1, optimizer={"type": name, "params": {"lr": 0.1, switch: 1, **params}}, **more),
+    )
+    for name, switch, dp, params, more in (
+        ("OneBitAdam", "freeze_step", 2, {}, {}),
+        ("OneBitAdam", "freeze_step", 3, {"compression_unit": "tensor"}, {}),
+        ("OneBitAdam", "freeze_step", 4, {"compression_unit": "group"}, {}),
+        ("OneBitAdam", "freeze_step", 3, {"compat": "deepspeed"}, {}),
+        ("OneBitAdam", "freeze_step", 2, {"compression_unit": "tensor"}, TP),
+        ("ZeroOneAdam", "var_freeze_step", 2, {"local_step_scaler": 1_000}, {}),
+        ("OneBitLamb", "freeze_step", 2, {"compression_unit": "tensor"}, {}),
+    )
+}
+"""The second step, which is the one that is counted, sends signs."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench.plan_against_real import differences
 from tests.parity.tiers import slow
-from tests.plan.real_counts import CP, ROWS, SP, counted, planned, settings
+from tests.plan.real_counts import CP, ONE_BIT, ROWS, SP, counted, planned, settings
 
 
 def compare(ranks: Any, world: int, config: dict[str, Any], kind: str = "toy") -> None:
@@ -27,6 +27,15 @@ def test_toy(ranks: Any, world: int, stage: int) -> None:
 @pytest.mark.parametrize(("stage", "slices"), [(0, SP), (3, CP)])
 def test_slices_of_sequences(ranks: Any, stage: int, slices: dict[str, Any]) -> None:
     compare(ranks, 2, settings(stage, **slices))
+
+
+@pytest.mark.parametrize("row", [row if world == 2 else slow(row) for row, (world, _) in ONE_BIT.items()])
+def test_steps_in_one_bit(ranks: Any, row: str) -> None:
+    """Of the first rank: others serve chunks in which another number of tensors, each with its scale, lies."""
+    world, config = ONE_BIT[row]
+    found = ranks(world).run(counted, config)[0]
+    assert ("dp_replicate", "all_to_all") in found.calls
+    assert planned(world, config)[0].calls == found.calls
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from engine.checkpoint.deepspeed.files import LossScaler, SavedFiles, find_check
 from engine.checkpoint.deepspeed.layouts import Trained, trained_parameters
 from engine.checkpoint.deepspeed.partitions import Part, chunks_of, sharded_parts
 from engine.checkpoint.errors import CheckpointError, listing
+from engine.checkpoint.extra_state import chunks_of_value, is_extra_state
 from engine.checkpoint.json_values import encode
 from engine.checkpoint.model_facts import ModelFacts
 from engine.checkpoint.saving import save
@@ -52,16 +53,22 @@ def import_checkpoint(
     files = read_files(find_checkpoint(source, tag))
     model = files.models[0]
     notes: list[str] = []
-    module = _mapping(model.get("module"), files, "module")
+    module = dict(_mapping(model.get("module"), files, "module"))
+    extra = {key: module.pop(key) for key in list(module) if is_extra_state(key)}
     buffers = set(model.get("buffer_names") or ())
     aliases = _aliases(model, module, buffers)
     shapes = {name: tuple(value.shape) for name, value in module.items() if name not in (*buffers, *aliases)}
     trained = trained_parameters(files, shapes, module, weights_only)
-    chunks = [_whole(f"buffers.{name}", module[name]) for name in sorted(buffers)]
+    chunks = [Chunk.whole(f"buffers.{name}", module[name]) for name in sorted(buffers)]
     chunks += chunks_of(trained.parts, trained.values, "parameters")
     for key in [] if weights_only else trained.moment_keys():
         chunks += trained.moments(key)
     chunks += [] if weights_only else trained.scalars()
+    for key, value in extra.items():
+        try:
+            chunks += chunks_of_value(key, value)
+        except CheckpointError as error:
+            notes.append(f"Left out: {error}")
     frozen = [name for name in shapes if name not in trained.names]
     chunks += _frozen(files, trained.stage, frozen, module)
     states = _states(model, trained, frozen, weights_only)
@@ -136,7 +143,7 @@ def _loss_scaler(saved: Any, config: Mapping[str, Any]) -> dict[str, Any] | None
 
 def _frozen(files: SavedFiles, stage: int, names: list[str], module: Mapping[str, Any]) -> list[Chunk]:
     if stage < 3:
-        return [_whole(f"parameters.{name}", module[name]) for name in names]
+        return [Chunk.whole(f"parameters.{name}", module[name]) for name in names]
     shapes = files.models[0].get("frozen_param_shapes") or {}
     fragments = [model.get("frozen_param_fragments") or {} for model in files.models]
     unknown = [name for name in names if name not in shapes or any(name not in held for held in fragments)]
@@ -188,8 +195,3 @@ def _mapping(value: Any, files: SavedFiles, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{files.path}: {name!r} is not in the model's file, so it is not DeepSpeed's.")
     return value
-
-
-def _whole(name: str, tensor: torch.Tensor) -> Chunk:
-    shape = tuple(tensor.shape)
-    return Chunk(name, shape, (0,) * len(shape), shape, tensor.detach())

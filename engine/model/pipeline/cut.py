@@ -26,7 +26,7 @@ from engine.model.pipeline.children import absent_output, meta_copy, unusable
 from engine.model.pipeline.layers import Layers, find_layers, layered_facts, place_of
 from engine.model.pipeline.profile import times_of_layers
 from engine.model.zero.layout import compute_dtype
-from engine.parameters import ParameterRegistry, persistent_buffers
+from engine.parameters import ParameterRegistry, extra_state_keys, persistent_buffers
 from engine.plan import Plan
 from engine.plan.partition import Bounds
 from engine.plan.pipeline_schedules import rank_of_stage, stages_of_rank
@@ -266,7 +266,8 @@ def apply(
     )
     # Of buffers on both ends the last stage has the true ones: only its forward runs through.
     last = rank_of[num_stages - 1]
-    registry.buffer_stages = {n: last if last in ranks_of(n) else min(ranks_of(n)) for n in persistent_buffers(model)}
+    written = (*persistent_buffers(model), *extra_state_keys(model))
+    registry.buffer_stages = {n: last if last in ranks_of(n) else min(ranks_of(n)) for n in written}
     registry.buffer_facts = {name: (tuple(b.shape), b.dtype) for name, b in persistent_buffers(model).items()}
     _refuse_statistics(model, layers)
     whole = set(model.state_dict())
