@@ -30,7 +30,7 @@ from tests.harness import REPOSITORY
 
 MODULE = "tests.bench.learning"
 NUM_RANKS, FIRST_SEED = 2, 1
-"""Settings were chosen on seed 0; those of random-LTD and layer drop once more after seed 1."""
+"""Settings were chosen on seed 0; layer drop's once more after seed 1, the rate of random-LTD after all three."""
 ALL = (*ROWS, *LESS, *LARGE)
 MAX_JUMP = 1.0
 """A loss this much above the lowest so far, in nats, is a spike."""
@@ -130,8 +130,9 @@ def page(
         "",
         f"The GPT and the text of examples/gpt_text on {NUM_RANKS} ranks, seeds "
         f"{', '.join(map(str, seeds))}. "
-        "Settings were chosen on seed 0; those of random-LTD and layer drop once more after seed 1, so there the "
-        "other seeds count. Validation losses are in nats per byte, of 1024 samples. Tokens are fractions of the "
+        "Settings were chosen on seed 0; layer drop's once more after seed 1, so there the other seeds count, and the "
+        "learning rate of random-LTD after all of them, so there three more were run (the page named below has "
+        "them). Validation losses are in nats per byte, of 1024 samples. Tokens are fractions of the "
         "first row's, times too; the times of large batches are fractions of their own first row's. A row that "
         "plans a whole run for a part of the plain run's time has a bar on both; the plain rows of fewer steps, "
         "one seed each, are what that time gives without the feature. What else was tried, and why bars are "
