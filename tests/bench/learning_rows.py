@@ -77,8 +77,8 @@ def layer_drop(theta: float, gamma: float) -> dict[str, Any]:
 
 ROWS = (
     Row("plain", 360),
-    Row("curriculum", 395, lr=2e-3, changes=curriculum(8, 395), max_time=0.60),
-    Row("random-LTD", 350, lr=3e-3, changes=random_ltd(32, 350), max_time=0.75),
+    Row("curriculum", 385, lr=2e-3, changes=curriculum(8, 385), max_time=0.60),
+    Row("random-LTD", 340, lr=3e-3, changes=random_ltd(32, 340), max_time=0.75),
     Row("layer drop", 328, changes=layer_drop(0.5, 0.008), max_time=0.80),
 )
 """The first is what the others are compared with."""
