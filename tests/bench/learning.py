@@ -239,7 +239,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [row.name for row in ALL]
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=60, help="of the measurement of time")
+    parser.add_argument("--turns", type=int, default=120, help="of the measurement of time")
     parser.add_argument("--rows", type=lambda text: text.split(";"), default=names, help="; ".join(names))
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "learning", help="a file per run")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds for one run")
