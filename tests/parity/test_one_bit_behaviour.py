@@ -333,6 +333,7 @@ def final_loss(kind: str, params: dict[str, Any], feedback: bool) -> float:
     return sum(losses[-50:]) / 50
 
 
+@pytest.mark.slow
 def test_it_learns_as_adam_does_and_only_with_error_feedback(ranks):
     run = functools.partial(ranks(2).run, final_loss)
     adam = run("OneBitAdam", {"freeze_step": 1000}, True)[0]

@@ -14,13 +14,13 @@ def slow(*values: Any) -> Any:
 
 
 def tiers(
-    cells: Sequence[Hashable], quick: Collection[Hashable], slow_of: int = 4
+    cells: Sequence[Hashable], quick: Collection[Hashable], slow_of: int = 4, first_slow: Collection[Hashable] = ()
 ) -> list[tuple[Hashable, list[pytest.MarkDecorator]]]:
-    """Every cell with its marks: none for the ``quick`` ones; of the others every ``slow_of``-th is slow, and the rest
-    run by `make matrix`. A table of a product in order is sampled along all of its axes where ``slow_of`` shares no
-    divisor with their lengths."""
+    """Every cell with its marks: none for the ``quick`` ones. Of the others the ``first_slow`` ones and every
+    ``slow_of``-th are slow, and the rest run by `make matrix`. A table of a product in order is sampled along all of
+    its axes where ``slow_of`` shares no divisor with their lengths."""
     others = [cell for cell in cells if cell not in quick]
-    slow = set(others[::slow_of])
+    slow = {*first_slow, *others[::slow_of]}
     return [
         (cell, [] if cell in quick else [pytest.mark.slow if cell in slow else pytest.mark.matrix]) for cell in cells
     ]
