@@ -129,6 +129,7 @@ class Chunk:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
+        """The one box of a tensor that is here as a whole."""
         shape = tuple(tensor.shape)
         return cls(name, shape, (0,) * len(shape), shape, tensor.detach())
 

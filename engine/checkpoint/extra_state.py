@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class ExtraState:
         self._modules = extra_state_keys(model)
         self.chunks(self._modules)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
     def chunks(self, keys: Iterable[str]) -> list[Chunk]:
@@ -57,7 +57,7 @@ class ExtraState:
 
 def is_extra_state(key: str) -> bool:
     """Whether a key of a state dict is one of an extra state."""
-    return _key_of(f"{SECTION}.{key}") == key
+    return key.rpartition(".")[2] == EXTRA_STATE
 
 
 def read_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

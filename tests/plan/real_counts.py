@@ -13,8 +13,6 @@ import engine
 from engine.config import load_config
 from engine.model.describe import describe_model
 from engine.plan import World, plan
-from engine.plan.activations import count_activations
-from engine.plan.collectives import count_collectives
 from engine.plan.forecast import forecast
 from engine.plan.states import states_by_rank
 from tests.parity.toy import part, toy_batch, toy_model
@@ -56,10 +54,11 @@ def planned(world: int, config: dict[str, Any], kind: str = "toy") -> list[Count
     made = plan(load_config(config), World(world, world))
     facts = describe_model(Odd if kind == "odd" else toy_model, made, None if kind == "odd" else _toy_loss, LENGTH)
     calls: dict[tuple[str, str], tuple[int, int]] = {}
-    for call in forecast(made, facts).ranks[0].in_one_bit or count_collectives(made, facts):
+    first = forecast(made, facts).ranks[0]
+    for call in first.in_one_bit or first.collectives:
         before, sent = calls.get((call.axis, call.operation), (0, 0))
         calls[call.axis, call.operation] = (before + call.calls, sent + call.sent_bytes)
-    kept = count_activations(made, facts)
+    kept = first.activations
     by_rank = states_by_rank(made, facts)
     states = [by_rank[rank // made.degrees.tp % len(by_rank)] for rank in range(world)]
     return [

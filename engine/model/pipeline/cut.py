@@ -266,9 +266,10 @@ def apply(
     )
     # Of buffers on both ends the last stage has the true ones: only its forward runs through.
     last = rank_of[num_stages - 1]
-    written = (*persistent_buffers(model), *extra_state_keys(model))
+    buffers = persistent_buffers(model)
+    written = (*buffers, *extra_state_keys(model))
     registry.buffer_stages = {n: last if last in ranks_of(n) else min(ranks_of(n)) for n in written}
-    registry.buffer_facts = {name: (tuple(b.shape), b.dtype) for name, b in persistent_buffers(model).items()}
+    registry.buffer_facts = {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
     _refuse_statistics(model, layers)
     whole = set(model.state_dict())
     here = stages_of_rank(pipeline.schedule, num_ranks, pipeline.virtual_stages, registry.stage)
